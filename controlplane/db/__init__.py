@@ -1,0 +1,1 @@
+"""Package map of `controlplane.db`: written when its modules are."""
