@@ -1,0 +1,1 @@
+"""Package map of `agent`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `agent.drivers`: written when its modules are."""

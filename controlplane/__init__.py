@@ -1,0 +1,1 @@
+"""Package map of `controlplane`: written when its modules are."""

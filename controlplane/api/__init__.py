@@ -1,0 +1,1 @@
+"""Package map of `controlplane.api`: written when its modules are."""

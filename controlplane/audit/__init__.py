@@ -1,0 +1,1 @@
+"""Package map of `controlplane.audit`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `controlplane.capacity`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `controlplane.cli`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `controlplane.events`: written when its modules are."""

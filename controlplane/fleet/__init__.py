@@ -1,0 +1,1 @@
+"""Package map of `controlplane.fleet`: written when its modules are."""

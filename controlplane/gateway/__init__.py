@@ -1,0 +1,1 @@
+"""Package map of `controlplane.gateway`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `controlplane.iam`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `controlplane.model`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `controlplane.queue`: written when its modules are."""

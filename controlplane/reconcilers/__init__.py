@@ -1,0 +1,1 @@
+"""Package map of `controlplane.reconcilers`: written when its modules are."""

@@ -1,0 +1,1 @@
+"""Package map of `fleetsim`: written when its modules are."""

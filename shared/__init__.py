@@ -1,0 +1,1 @@
+"""Package map of `shared`: written when its modules are."""
