@@ -39,7 +39,7 @@ import time
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self, TypedDict
 
 import psycopg
 import structlog
@@ -97,6 +97,17 @@ _prctl = ctypes.CDLL(None).prctl  # looked up before any fork: the child of a th
 _NO_SPACE = "No space left on device"
 _LEFTOVER_BACKENDS = "pre-existing shared memory block"
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}
+
+
+class _ChildOptions(TypedDict):
+    cwd: str
+    env: dict[str, str]
+    umask: int
+    start_new_session: bool
+    preexec_fn: Callable[[], None]
+    user: int | None
+    group: int | None
+    extra_groups: list[int] | None
 
 
 def _never_cancelled() -> None:
@@ -203,11 +214,13 @@ class EmbeddedPostgres:
         if self._process is not None:
             _stop_process(self._process)
             self._process = None
-        if self._throwaway and self._state is not None:
-            shutil.rmtree(self._state, ignore_errors=True)
-            run_dir = socket_dir(self._state)
-            shutil.rmtree(run_dir, ignore_errors=True)
         if self._lock_fd is not None:
+            assert self._state is not None
+            if self._throwaway:
+                shutil.rmtree(self._state, ignore_errors=True)
+            run_dir = socket_dir(self._state)
+            if run_dir.parent != self._state:  # nobody would look for it in the temporary directory
+                shutil.rmtree(run_dir, ignore_errors=True)
             os.close(self._lock_fd)
             self._lock_fd = None
 
@@ -338,7 +351,7 @@ class EmbeddedPostgres:
         def own() -> None:
             try:
                 process = subprocess.Popen(  # noqa: S603 - our own command line
-                    command, text=False, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, **self._child_options()
+                    command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, **self._child_options()
                 )
             except BaseException as exc:  # noqa: BLE001 - handed to the caller, who raises it
                 started.put(exc)
@@ -388,7 +401,7 @@ class EmbeddedPostgres:
             command, capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S, **self._child_options()
         )
 
-    def _child_options(self) -> dict[str, Any]:
+    def _child_options(self) -> _ChildOptions:
         owner = os.getpid()
 
         def die_with_owner() -> None:
@@ -398,16 +411,16 @@ class EmbeddedPostgres:
             if os.getppid() != owner:
                 os._exit(1)  # the owner died before the call above
 
-        options: dict[str, Any] = {
+        return {
             "cwd": "/",
             "env": _ENVIRONMENT,
             "umask": 0o077,
             "start_new_session": True,  # a Ctrl-C at the terminal is the owner's to handle
             "preexec_fn": die_with_owner,
+            "user": self._user.uid if self._user else None,
+            "group": self._user.gid if self._user else None,
+            "extra_groups": [] if self._user else None,
         }
-        if self._user is not None:
-            options |= {"user": self._user.uid, "group": self._user.gid, "extra_groups": []}
-        return options
 
     # --- errors -------------------------------------------------------------------------------
 
