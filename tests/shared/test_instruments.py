@@ -102,8 +102,10 @@ async def test_sigusr1_logs_the_tree_of_tasks(log: LogRecorder) -> None:
         await trio.testing.wait_all_tasks_blocked()
         os.kill(os.getpid(), signal.SIGUSR1)
         with trio.fail_after(5):
-            while not log.named("tasks.listed"):
+            while True:
                 await trio.testing.wait_all_tasks_blocked(0.01)
+                if log.named("tasks.listed"):
+                    break
         nursery.cancel_scope.cancel("seen enough")
     (event,) = log.named("tasks.listed")
     (line,) = [line for line in event["tasks"] if "the waiting one" in line]
