@@ -51,7 +51,7 @@ class ApiSection(_Section):
     tls_certificate: str = ""
     tls_key: str = ""
     join_listen: str = "127.0.0.1:3001"
-    join_names: list[str] = ["localhost", "127.0.0.1"]
+    join_names: tuple[str, ...] = ("localhost", "127.0.0.1")
 
 
 class GatewaySection(_Section):
@@ -61,8 +61,8 @@ class GatewaySection(_Section):
     """
 
     listen: str = "0.0.0.0:7443"
-    endpoints: list[str] = ["https://localhost:7443"]
-    names: list[str] = ["localhost", "127.0.0.1"]
+    endpoints: tuple[str, ...] = ("https://localhost:7443",)
+    names: tuple[str, ...] = ("localhost", "127.0.0.1")
     join_url: str = "https://localhost:3001"
     id: str = ""
 
@@ -77,7 +77,7 @@ class Config(_Section):
 
     database: DatabaseSection
     keys_dir: str
-    roles: list[Role] = list(ROLES)
+    roles: tuple[Role, ...] = ROLES
     trust_domain: str = "bettercompute.local"
     api: ApiSection = ApiSection()
     gateway: GatewaySection = GatewaySection()
