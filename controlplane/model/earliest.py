@@ -1,0 +1,115 @@
+"""When could it start? An estimate for a request that has to wait, from the ends of what is booked.
+
+A node's answer gets better only where a booking ends; between ends, time only brings the next booking closer. So the
+ends are the only starts worth trying.
+
+The estimate is honest about two things it cannot know. A slot that is held although no booking covers it (an overrun,
+an unreachable node) has no known end and is left out. And nobody promises the time: a queued request holds no capacity.
+
+The work is bounded: on a large, full pool with long calendars the answer is a time at which the request fits, which
+may not be the first.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from controlplane.model.fit import fit_around, request_window
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from controlplane.model.nodeview import NodeView
+    from controlplane.model.requests import PlacementRequest
+
+# Bookings looked at in each of the two passes, a check of a node counting as CHECK_STEPS more: what it takes besides.
+# Every node of a pool of 10,000 can be tried; the worst case is some 50 ms, and only for a request that waits.
+STEPS_MAX = 400_000
+CHECK_STEPS = 20
+
+
+def find_earliest(
+    request: PlacementRequest, nodes: Sequence[NodeView], now: datetime, horizon: datetime
+) -> datetime | None:
+    """The earliest known start, after the one the request names and not after `horizon`; None if there is none."""
+    search = _Search(request, nodes, now, horizon)
+    firsts = search.find_first_starts()
+    if len(firsts) < request.nodes:
+        return None
+    # A gang cannot start before as many nodes as it has parts have had their first start; one part starts there.
+    return firsts[-1] if request.nodes == 1 else search.find_common_start(firsts[-1])
+
+
+class _Search:
+    def __init__(self, request: PlacementRequest, nodes: Sequence[NodeView], now: datetime, horizon: datetime) -> None:
+        self._request = request
+        self._now = now
+        self._base = request_window(request, now)[0].start
+        self._horizon = horizon
+        self._steps_left = STEPS_MAX
+        # Those that could start first come first, so that most of a large pool need not be looked at.
+        firsts = [
+            (min(starts), node.node_id, node) for node in nodes if node.placeable and (starts := self._starts(node))
+        ]
+        self._nodes = sorted(firsts, key=itemgetter(0, 1))
+
+    def find_first_starts(self) -> list[datetime]:
+        """The first start of each node, the earliest as many as the gang has parts, ascending."""
+        firsts: list[datetime] = []
+        for earliest, _, node in self._nodes:
+            if self._is_late(firsts, earliest):
+                break
+            stuck = self._stuck(node)
+            for start in sorted(self._starts(node)):
+                if self._is_late(firsts, start):
+                    break
+                if self._steps_left <= 0:
+                    return firsts
+                if self._fits(node, start, stuck):
+                    insort(firsts, start)
+                    del firsts[self._request.nodes :]
+                    break
+        return firsts
+
+    def find_common_start(self, earliest: datetime) -> datetime | None:
+        """The first start, `earliest` or later, at which as many nodes fit as the gang has parts."""
+        self._steps_left = STEPS_MAX
+        nodes = [(node, self._stuck(node)) for _, _, node in self._nodes]
+        starts = {start for node, _ in nodes for start in self._starts(node)}
+        for start in sorted([start for start in starts if start >= earliest and start > self._base]):
+            found = 0
+            for node, stuck in nodes:
+                if self._steps_left <= 0:
+                    return None
+                found += self._fits(node, start, stuck)
+                if found == self._request.nodes:
+                    return start
+        return None
+
+    def _is_late(self, firsts: list[datetime], start: datetime) -> bool:
+        return len(firsts) == self._request.nodes and start >= firsts[-1]
+
+    def _starts(self, node: NodeView) -> list[datetime]:
+        """The starts to try on this node, in no order."""
+        base, horizon = self._base, self._horizon
+        starts = [end for _, _, end in node.booked_masks if end is not None and base < end <= horizon]
+        if node.scalars_booked:
+            ends = [booked.end for booked in node.scalars_booked]
+            starts += [end for end in ends if end is not None and base < end <= horizon]
+        if self._request.nodes > 1:
+            # A node that is free already waits for the others.
+            starts.append(base)
+        return starts
+
+    def _stuck(self, node: NodeView) -> int:
+        """The slots that are held and not booked now: nobody knows until when."""
+        return node.held_mask & ~node.booked_at(self._now) if node.held_mask else 0
+
+    def _fits(self, node: NodeView, start: datetime, stuck: int) -> bool:
+        self._steps_left -= CHECK_STEPS + len(node.booked_masks) + len(node.scalars_booked)
+        end = None if self._request.duration is None else start + self._request.duration
+        taken = stuck | node.booked_in(start, end)
+        return fit_around(self._request, node, start, end, taken, starts_now=False) is not None

@@ -1,0 +1,93 @@
+"""Does one part of a request fit one node, how well, and if not, what is missing.
+
+Everything that plans, ranks, estimates or explains asks here, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from controlplane.model.nvlink import choose_slots, largest_set
+from controlplane.model.units import ALL_SLOTS, Window
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from controlplane.model.nodeview import NodeView
+    from controlplane.model.requests import PlacementRequest
+
+
+class Fit(NamedTuple):
+    """A node that takes a part of the request.
+
+    `rank` orders the nodes for one request, smallest first, and ends in the node's id, so that no two are equal.
+    """
+
+    rank: tuple[int, ...]
+    node: NodeView
+    mask: int
+
+
+def request_window(request: PlacementRequest, now: datetime) -> tuple[Window, bool]:
+    """The window the request names, and whether it starts now."""
+    starts_now = request.start is None or request.start <= now
+    start = now if request.start is None or starts_now else request.start
+    return Window(start, None if request.duration is None else start + request.duration), starts_now
+
+
+def fit_node(request: PlacementRequest, node: NodeView, window: Window, *, starts_now: bool) -> Fit | None:
+    """The slots to take of this node for one part of the request.
+
+    For a later window bookings count alone: a hold is expected to be gone when the booking above it ends. A part that
+    starts now needs its slots free of holds as well.
+    """
+    if not node.placeable:
+        return None
+    taken = node.booked_in(window.start, window.end)
+    if starts_now:
+        taken |= node.held_mask
+    return fit_around(request, node, window.start, window.end, taken, starts_now=starts_now)
+
+
+def fit_around(
+    request: PlacementRequest, node: NodeView, start: datetime, end: datetime | None, taken: int, *, starts_now: bool
+) -> Fit | None:
+    """Like `fit_node`, with the set of taken slots worked out by the caller."""
+    if taken == ALL_SLOTS:
+        return None
+    if request.whole_node:
+        return _fit_whole(request, node, start, end, taken, starts_now=starts_now)
+    free = node.healthy & ~taken
+    mask, rank = 0, ()
+    if request.gpus_per_node:
+        one_set = request.topology == "nvlink-all"
+        choice = choose_slots(free, node.groups, request.gpus_per_node, one_set=one_set)
+        if choice is None:
+            return None
+        mask, rank = choice
+    if not (request.vcpus_per_node or request.memory_mib_per_node):
+        return Fit((*rank, node.node_id), node, mask)
+    left = node.scalars_free(start, end, now=starts_now)
+    vcpus, memory_mib = left.vcpus - request.vcpus_per_node, left.memory_mib - request.memory_mib_per_node
+    if vcpus < 0 or memory_mib < 0:
+        return None
+    if not request.gpus_per_node:
+        # Without GPUs, go where the fewest free GPUs could be left without vCPUs; then best fit.
+        rank = (free.bit_count(), vcpus, memory_mib)
+    return Fit((*rank, node.node_id), node, mask)
+
+
+def _fit_whole(
+    request: PlacementRequest, node: NodeView, start: datetime, end: datetime | None, taken: int, *, starts_now: bool
+) -> Fit | None:
+    """A node of exactly the size asked for, every GPU healthy, and nothing of it booked or held by anybody.
+
+    Any taken slot counts, one that is no longer in the inventory too: `[0,)` covers it.
+    """
+    if taken or len(node.slots) != request.gpus_per_node or node.healthy != node.present:
+        return None
+    if request.topology == "nvlink-all" and largest_set(node.present, node.groups) < len(node.slots):
+        return None
+    if node.scalars_free(start, end, now=starts_now) != (node.vcpus, node.memory_mib):
+        return None
+    return Fit((node.vcpus, node.memory_mib, node.node_id), node, node.present)

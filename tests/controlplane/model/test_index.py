@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from controlplane.model.index import PoolIndex
+from controlplane.model.planner import NoPlan, Placer, Plan, ScanPlacer, plan_placement
+from controlplane.model.refusals import PendingReason
+from tests.support.counting import count_calls
+from tests.support.fleets import HORIZON, NOW, PAIRS, SWITCH, at, book, make_node, make_request, scalars, shut, use
+
+
+def test_both_placers_offer_the_same_interface() -> None:
+    placers: list[Placer] = [ScanPlacer([make_node()]), PoolIndex([make_node()])]
+    plans = [placer.plan(make_request(2), NOW, HORIZON) for placer in placers]
+    assert plans[0] == plans[1]
+    assert [[fit.node.node_id for fit in placer.candidates(make_request(2), NOW)] for placer in placers] == [[1], [1]]
+
+
+def test_a_node_is_replaced_and_forgotten() -> None:
+    index = PoolIndex([make_node(1), make_node(2)])
+    index.put(use(make_node(1), *range(8)))
+    index.put(shut(make_node(2), "cordoned"))
+    assert len(index) == 2
+    refused = index.plan(make_request(1), NOW, None)
+    assert isinstance(refused, NoPlan)
+    assert refused.detail == "needs 1 GPU on one node; most free on one node: 0"
+    index.put(make_node(2))
+    assert isinstance(index.plan(make_request(8), NOW, None), Plan)
+    index.remove(2)
+    index.remove(2)
+    assert isinstance(index.plan(make_request(8), NOW, None), NoPlan)
+    index.remove(1)
+    assert index.plan(make_request(8), NOW, None) == NoPlan(PendingReason.NO_NODES, "this pool has no nodes", None)
+    assert len(index) == 0
+
+
+def test_a_booked_plan_is_planned_around_now_and_later() -> None:
+    index = PoolIndex([make_node(vcpus=8)])
+    for start, expected in ((None, (0, 1, 2, 3)), (None, (4, 5, 6, 7)), (0.5, None), (1, (0, 1, 2, 3))):
+        plan = index.plan(make_request(4, vcpus=4, start=start), NOW, None)
+        assert (plan.parts[0].slots if isinstance(plan, Plan) else None) == expected
+        if isinstance(plan, Plan):
+            index.book(plan)
+    refused = index.plan(make_request(4, vcpus=8, start=1), NOW, None)
+    assert isinstance(refused, NoPlan)
+    assert refused.reason is PendingReason.VCPUS
+
+
+def test_a_coming_booking_that_spoils_a_node_puts_it_last() -> None:
+    """Node 1 would be first, but its pairs are broken up during the window."""
+    spoilt = make_node(1, PAIRS[:4])
+    spoilt = book(spoilt, 0, 2, start=0.5, end=1)
+    index = PoolIndex([spoilt, make_node(2, PAIRS)])
+    assert [fit.node.node_id for fit in index.candidates(make_request(2), NOW)] == [2, 1]
+    assert [fit.node.node_id for fit in index.candidates(make_request(2, hours=0.5), NOW)] == [1, 2]
+
+
+def test_maintenance_that_has_begun_is_not_missed_for_vcpus() -> None:
+    busy = replace(make_node(1, (), vcpus=4), scalars_booked=(scalars(4, 0, -1, 1),))
+    index = PoolIndex([busy, make_node(2, (), vcpus=32)])
+    plan = index.plan(make_request(vcpus=2), NOW, None)
+    assert isinstance(plan, Plan)
+    assert plan.parts[0].node_id == 2
+    assert index.plan(make_request(vcpus=30, start=0.5), at(0), None) == plan_placement(
+        make_request(vcpus=30, start=0.5), [busy, make_node(2, (), vcpus=32)], at(0), None
+    )
+
+
+@pytest.mark.parametrize("groups", [PAIRS, SWITCH])
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_ten_times_the_nodes_are_the_same_work(gpus: int, groups: tuple[int, ...]) -> None:
+    """Counted in function calls, which no load of the machine changes."""
+    work: list[int] = []
+    for size in (1_000, 10_000):
+        nodes = [use(make_node(i, groups), *range(i % 8)) for i in range(size)]
+        index = PoolIndex(nodes)
+        work.append(count_calls(lambda index=index: index.plan(make_request(gpus), NOW, None)))
+    assert work[1] <= work[0] + 5
+    assert work[1] < 300
+
+
+def test_cpu_nodes_are_found_without_a_scan() -> None:
+    index = PoolIndex([make_node(i, (), vcpus=32) for i in range(10_000)])
+    assert count_calls(lambda: index.plan(make_request(vcpus=4, nodes=4), NOW, None)) < 100

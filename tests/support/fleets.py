@@ -1,0 +1,85 @@
+"""Nodes and requests as the planner sees them, said briefly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, SlotView
+from controlplane.model.requests import PlacementRequest, Topology
+from controlplane.model.units import slot_span
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+HORIZON = NOW + timedelta(days=90)
+
+PAIRS = (0, 0, 1, 1, 2, 2, 3, 3)
+SWITCH = (0,) * 8
+UNLINKED = (None,) * 8
+
+
+def at(hours: float) -> datetime:
+    return NOW + timedelta(hours=hours)
+
+
+def make_request(
+    gpus: int = 0,
+    *,
+    nodes: int = 1,
+    topology: Topology = "any",
+    whole_node: bool = False,
+    vcpus: int = 0,
+    memory_mib: int = 0,
+    start: float | None = None,
+    hours: float | None = 1,
+) -> PlacementRequest:
+    """Amounts are each node's; `start` is in hours from now."""
+    return PlacementRequest(
+        nodes=nodes,
+        gpus_per_node=gpus,
+        topology=topology,
+        whole_node=whole_node,
+        vcpus_per_node=vcpus,
+        memory_mib_per_node=memory_mib,
+        start=None if start is None else at(start),
+        duration=None if hours is None else timedelta(hours=hours),
+    )
+
+
+def make_node(
+    node_id: int = 1,
+    groups: tuple[int | None, ...] = SWITCH,
+    *,
+    sick: Collection[int] = (),
+    vcpus: int = 0,
+    memory_mib: int = 0,
+) -> NodeView:
+    """A placeable, empty node with one GPU for each entry of `groups`, which name the NVLink sets."""
+    slots = (SlotView(slot, f"GPU-{node_id}-{slot}", slot not in sick, group) for slot, group in enumerate(groups))
+    return NodeView(node_id, f"n{node_id}", 1, placeable=True, slots=tuple(slots), vcpus=vcpus, memory_mib=memory_mib)
+
+
+def booked(slots: Iterable[int], start: float, end: float | None) -> Booked:
+    return Booked(tuple(slot_span(slot) for slot in slots), at(start), None if end is None else at(end))
+
+
+def scalars(vcpus: int, memory_mib: int, start: float, end: float | None) -> ScalarBooked:
+    return ScalarBooked(vcpus, memory_mib, at(start), None if end is None else at(end))
+
+
+def book(node: NodeView, *slots: int, start: float, end: float | None) -> NodeView:
+    """The node with these slots booked, not held."""
+    return replace(node, booked=(*node.booked, booked(slots, start, end)))
+
+
+def use(node: NodeView, *slots: int, until: float | None = 1) -> NodeView:
+    """The node with these slots booked since an hour ago, and held."""
+    node = book(node, *slots, start=-1, end=until)
+    return replace(node, held=(*node.held, *map(slot_span, slots)))
+
+
+def shut(node: NodeView, why_not: str) -> NodeView:
+    return replace(node, placeable=False, why_not=why_not)
