@@ -311,7 +311,7 @@ async def test_a_child_that_talks_nonsense_is_a_crash(node: FakeNode, tmp_path: 
 
 async def test_an_interpreter_that_cannot_be_started_is_a_state_too(node: FakeNode) -> None:
     async with open_nvml(NvmlConfig(python="/nonexistent", paths=node.paths)) as driver:
-        for _ in range(STUCK_CHILDREN_MAX + 2):  # a failed start keeps no place
-            inventory = await driver.probe()
+        inventories = [await driver.probe() for _ in range(STUCK_CHILDREN_MAX + 2)]  # a failed start keeps no place
+    inventory = inventories[-1]
     assert inventory.driver.state == "failed"
     assert "/nonexistent" in inventory.driver.detail
