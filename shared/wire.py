@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
 # --- downward: gateway to agent --------------------------------------------------------------
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, tag="welcome", frozen=True):
     """The session is open. `epoch` fences everything that belongs to an older one.
 
     `wanted_sections` are the inventory sections whose hash in Hello is not the one on record.
@@ -74,7 +74,7 @@ class Welcome(Message, tag="welcome"):
     wanted_sections: list[str] = []
 
 
-class Spec(Message, tag="spec"):
+class Spec(Message, tag="spec", frozen=True):
     """The newest NodeSpec: an `Envelope` of `SpecPayload`. Latest wins; costs credit."""
 
     incarnation: int
@@ -82,27 +82,27 @@ class Spec(Message, tag="spec"):
     envelope: bytes
 
 
-class Command(Message, tag="command"):
+class Command(Message, tag="command", frozen=True):
     """One command to run at most once: an `Envelope` of `CommandPayload`. Costs credit."""
 
     command_id: str
     envelope: bytes
 
 
-class Ack(Message, tag="ack"):
+class Ack(Message, tag="ack", frozen=True):
     """These reports are committed; the agent may drop them. Free and coalesced."""
 
     keys: list[str]
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, tag="drain", frozen=True):
     """The gateway is about to stop: finish, and dial again after `delay_s`, at the latest at `deadline_s` from now."""
 
     delay_s: float
     deadline_s: float
 
 
-class Refuse(Message, tag="refuse"):
+class Refuse(Message, tag="refuse", frozen=True):
     """The session is not opened. `retry_after_ms` replaces the agent's own backoff.
 
     Codes: BUSY, FENCED, REVOKED, WRONG_NODE, PROTOCOL, UNAVAILABLE.
@@ -116,7 +116,7 @@ class Refuse(Message, tag="refuse"):
 # --- both ways -------------------------------------------------------------------------------
 
 
-class Credit(Message, tag="credit"):
+class Credit(Message, tag="credit", frozen=True):
     """The sender of this message has consumed so many frames of each lane. Free and coalesced."""
 
     grants: dict[Lane, int]
@@ -125,7 +125,7 @@ class Credit(Message, tag="credit"):
 # --- upward: agent to gateway ----------------------------------------------------------------
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, tag="hello", frozen=True):
     """First message on control. `node_id` must be the one in the client certificate.
 
     `sections` maps an inventory section to the hash of its body; `journal_high` is the journal's
@@ -144,20 +144,20 @@ class Hello(Message, tag="hello"):
     credits: dict[Lane, int]
 
 
-class Heartbeat(Message, tag="heartbeat"):
+class Heartbeat(Message, tag="heartbeat", frozen=True):
     """The agent is alive. Free."""
 
     sequence: int
 
 
-class SpecApplied(Message, tag="spec_applied"):
+class SpecApplied(Message, tag="spec_applied", frozen=True):
     """The agent has acted on this generation, or on a newer one."""
 
     incarnation: int
     generation: int
 
 
-class Report(Message, tag="report"):
+class Report(Message, tag="report", frozen=True):
     """Something only the node can say, signed: an `Envelope` of the payload that `kind` names.
 
     `key` deduplicates: the same key is the same statement. It is sent until an `Ack` names it.
@@ -168,7 +168,7 @@ class Report(Message, tag="report"):
     envelope: bytes
 
 
-class InventorySection(Message, tag="section"):
+class InventorySection(Message, tag="section", frozen=True):
     """One chunk of one section of the inventory; `hash` is the hex SHA-256 of the whole body."""
 
     section: str
@@ -178,7 +178,7 @@ class InventorySection(Message, tag="section"):
     body: bytes
 
 
-class Status(Message, tag="status"):
+class Status(Message, tag="status", frozen=True):
     """Conditions and gauges. `hash` leaves the gauges out, so an equal hash is no news."""
 
     hash: str
@@ -197,7 +197,7 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     """Base of everything that is signed end to end."""
 
 
-class Assignment(Payload):
+class Assignment(Payload, frozen=True):
     """Devices that one allocation gives to one reservation on this node.
 
     `ends_at` is for people to read: only a newer signed spec takes an assignment away.
@@ -212,14 +212,14 @@ class Assignment(Payload):
     ends_at: datetime | None
 
 
-class Tombstone(Payload):
+class Tombstone(Payload, frozen=True):
     """An assignment that has ended; it stays until its AllocationReleased has been verified."""
 
     allocation_id: str
     reservation_id: str
 
 
-class SpecPayload(Payload):
+class SpecPayload(Payload, frozen=True):
     """What the node should look like. Ordered by (incarnation, generation)."""
 
     node_id: str
@@ -230,7 +230,7 @@ class SpecPayload(Payload):
     tombstones: list[Tombstone]
 
 
-class CommandPayload(Payload):
+class CommandPayload(Payload, frozen=True):
     """A one-shot action. An agent with another journal than `journal_id` refuses it.
 
     `journal_id` is empty when the control plane did not know one yet. `arguments` is JSON.
@@ -246,7 +246,7 @@ class CommandPayload(Payload):
     arguments: bytes
 
 
-class AllocationBound(Payload):
+class AllocationBound(Payload, frozen=True):
     """The node holds exactly these devices for the reservation, under this CDI name."""
 
     node_id: str
@@ -260,7 +260,7 @@ class AllocationBound(Payload):
     at: datetime
 
 
-class AllocationFailed(Payload):
+class AllocationFailed(Payload, frozen=True):
     """The node could not bind. `code` is stable, `detail` is for people."""
 
     node_id: str
@@ -274,7 +274,7 @@ class AllocationFailed(Payload):
     at: datetime
 
 
-class AllocationReleased(Payload):
+class AllocationReleased(Payload, frozen=True):
     """The node holds nothing for this allocation. `processes_left` are pids still on its GPUs."""
 
     node_id: str
@@ -287,7 +287,7 @@ class AllocationReleased(Payload):
     at: datetime
 
 
-class CommandUpdate(Payload):
+class CommandUpdate(Payload, frozen=True):
     """How far a command has come. `output` is JSON, at most 16 KiB."""
 
     node_id: str

@@ -91,11 +91,12 @@ CommandState = Literal[
 COMMAND_ENDS: frozenset[CommandState] = frozenset(
     {"succeeded", "failed", "unsupported", "expired", "cancelled", "indeterminate"}
 )
-_COMMAND_REACHES: frozenset[CommandState] = COMMAND_ENDS | {"running"}
+_FROM_ACCEPTED: frozenset[CommandState] = frozenset({"running", *COMMAND_ENDS})
+_FROM_DISPATCHED: frozenset[CommandState] = frozenset({"accepted", *_FROM_ACCEPTED})
 COMMAND_TRANSITIONS: dict[CommandState, frozenset[CommandState]] = {
-    "queued": COMMAND_ENDS | {"dispatched", "accepted", "running"},
-    "dispatched": _COMMAND_REACHES | {"accepted"},
-    "accepted": _COMMAND_REACHES,
+    "queued": frozenset({"dispatched", *_FROM_DISPATCHED}),
+    "dispatched": _FROM_DISPATCHED,
+    "accepted": _FROM_ACCEPTED,
     "running": COMMAND_ENDS,
     **{end: frozenset[CommandState]() for end in COMMAND_ENDS},
 }
