@@ -346,14 +346,14 @@ class EmbeddedPostgres:
         command = [str(self.binaries.bindir / "postgres"), "-D", str(self.data_dir)]
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | BaseException] = queue.SimpleQueue()
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
 
         def own() -> None:
             try:
                 process = subprocess.Popen(  # noqa: S603 - our own command line
                     command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, **self._child_options()
                 )
-            except BaseException as exc:  # noqa: BLE001 - handed to the caller, who raises it
+            except Exception as exc:  # noqa: BLE001 - handed to the caller, who raises it
                 started.put(exc)
                 return
             started.put(process)
@@ -362,7 +362,7 @@ class EmbeddedPostgres:
         # A daemon: when the interpreter leaves without `stop`, the thread ends and the server follows.
         threading.Thread(target=own, name="embedded-postgres", daemon=True).start()
         outcome = started.get()
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, Exception):
             raise outcome
         return outcome
 

@@ -1,0 +1,271 @@
+"""The database as the rest of the program sees it: `await database.run_tx(fn, ...)`.
+
+psycopg does not know trio, so a transaction runs as a whole in one worker thread, on a connection
+from `psycopg_pool`.  A limiter of the pool's size bounds the threads, so a transaction waits for
+its turn on the event loop, where it can be cancelled, and not in a thread.  A thread is waited for,
+never abandoned: `run_tx` returns with the outcome known (see `controlplane.db.tx`).  Cancellation
+reaches a running transaction between its statements and rolls it back.
+
+Leases have a connection, a thread and a limiter of their own: a pool that is full of slow
+transactions must not cost a process its leases.
+
+Connections take no start-up options, because PgBouncer refuses them; the timeouts are settings of
+the login roles.  Behind PgBouncer (`pgbouncer=True`) nothing is prepared on the server, and
+`direct_dsn` leads past it for LISTEN and migrations.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import time
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import psycopg
+import trio
+from psycopg_pool import ConnectionPool
+
+from controlplane.db.tx import DatabaseUnavailable, NestedTransaction, Tx, run_transaction, translated
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Generator
+    from random import Random
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 5
+# How long a transaction waits in its thread for a working connection: with the limiter in front,
+# only while the server is away.  Short, because the caller knows better what to do meanwhile.
+CHECKOUT_TIMEOUT_S = 2.0
+# The pool doubles its pause between attempts; starting over keeps it below 4 s, so that a server
+# that was away for an hour is used seconds after it is back.
+RECONNECT_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0
+# A dead peer is noticed in 10 + 3 x 5 s when nothing is in flight, and in 10 s when something is.
+KEEPALIVE: dict[str, Any] = {
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+}
+
+_in_transaction: ContextVar[bool] = ContextVar("_in_transaction", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseConfig:
+    """How to reach the database; both are libpq connection strings.
+
+    `pgbouncer` says that `dsn` leads through a PgBouncer in transaction mode, and needs `direct_dsn`.
+    """
+
+    dsn: str
+    direct_dsn: str | None = None
+    pool_size: int = 8
+    application_name: str = "bettercompute"
+    pgbouncer: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.pool_size > 0
+        assert self.direct_dsn or not self.pgbouncer, "LISTEN and migrations need a way past PgBouncer"
+
+    @property
+    def session_dsn(self) -> str:
+        """The way to a session of one's own: for LISTEN and migrations."""
+        return self.direct_dsn or self.dsn
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseStatistics:
+    """A look at the pool: sizes now, counts since it was opened."""
+
+    pool_size: int
+    connections: int
+    running: int
+    waiting: int
+    lease_running: int
+    lease_waiting: int
+    transactions: int
+    retries: int
+    unavailable: int
+
+
+class Database(Protocol):
+    """What code that uses the database asks for; the simulator brings another, which runs inline."""
+
+    async def run_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `fn(tx, ...)` in one transaction, as often as it takes, and return what it returns.
+
+        Raises what `controlplane.db.tx` lists, and whatever `fn` raises after rolling back.
+        """
+        ...
+
+    async def run_lease_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do the same on the connection that is kept for leases; for their short statements alone."""
+        ...
+
+    def statistics(self) -> DatabaseStatistics: ...
+
+
+class _Lane:
+    """A pool and as many threads as it has connections."""
+
+    def __init__(self, config: DatabaseConfig, size: int, name: str) -> None:
+        self.limiter = trio.CapacityLimiter(size)
+        self.pool: ConnectionPool[psycopg.Connection[Any]] = ConnectionPool(
+            config.dsn,
+            kwargs=_connection_options(config),
+            min_size=1,
+            max_size=size,
+            open=False,
+            name=f"{config.application_name}-{name}",
+            timeout=CHECKOUT_TIMEOUT_S,
+            reconnect_timeout=RECONNECT_TIMEOUT_S,
+            num_workers=1,
+        )
+
+    @contextmanager
+    def connection(self) -> Generator[psycopg.Connection[Any]]:
+        """Lend a connection that was alive a moment ago.  Raises DatabaseUnavailable."""
+        give_up = time.monotonic() + CHECKOUT_TIMEOUT_S
+        try:
+            conn = self.pool.getconn()
+            while _is_stale(conn):
+                conn.close()
+                self.pool.putconn(conn)
+                conn = self.pool.getconn(max(0.0, give_up - time.monotonic()))
+        except psycopg.Error as exc:
+            raise DatabaseUnavailable(str(exc)) from exc
+        try:
+            yield conn
+        finally:
+            self.pool.putconn(conn)
+
+
+class _PooledDatabase:
+    def __init__(self, config: DatabaseConfig, observe: Callable[[float, int], None] | None) -> None:
+        self._pool_size = config.pool_size
+        self._common = _Lane(config, config.pool_size, "common")
+        self._leases = _Lane(config, 1, "leases")
+        self._observe = observe
+        # Spreads retries; not a secret.  Used from many threads, which `Random` allows.
+        self._rng = random.Random()  # noqa: S311
+        self._transactions = 0
+        self._retries = 0
+        self._unavailable = 0
+
+    async def run_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(self._common, lambda tx: fn(tx, *args, **kwargs))
+
+    async def run_lease_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(self._leases, lambda tx: fn(tx, *args, **kwargs))
+
+    def statistics(self) -> DatabaseStatistics:
+        common, leases = self._common.limiter.statistics(), self._leases.limiter.statistics()
+        return DatabaseStatistics(
+            pool_size=self._pool_size,
+            connections=self._common.pool.get_stats().get("pool_size", 0),
+            running=common.borrowed_tokens,
+            waiting=common.tasks_waiting,
+            lease_running=leases.borrowed_tokens,
+            lease_waiting=leases.tasks_waiting,
+            transactions=self._transactions,
+            retries=self._retries,
+            unavailable=self._unavailable,
+        )
+
+    def open(self) -> None:
+        for lane in (self._common, self._leases):
+            lane.pool.open()
+
+    def close(self) -> None:
+        for lane in (self._common, self._leases):
+            lane.pool.close(CLOSE_TIMEOUT_S)
+
+    async def _run(self, lane: _Lane, fn: Callable[[Tx], T]) -> T:
+        if _in_transaction.get():
+            raise NestedTransaction("a transaction's function must not start another")
+        started = trio.current_time()
+        attempts = _Attempts()
+        try:
+            return await trio.to_thread.run_sync(
+                partial(_run_in_thread, lane, fn, attempts, self._rng), limiter=lane.limiter, abandon_on_cancel=False
+            )
+        except DatabaseUnavailable:
+            self._unavailable += 1
+            raise
+        finally:
+            self._transactions += 1
+            self._retries += attempts.retries
+            if self._observe is not None:
+                self._observe(trio.current_time() - started, attempts.retries)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    retries: int = 0
+
+    def add(self) -> None:
+        self.retries += 1
+
+
+def _run_in_thread(lane: _Lane, fn: Callable[[Tx], T], attempts: _Attempts, rng: Random) -> T:
+    _in_transaction.set(True)  # in the thread's own copy of the caller's context
+    with lane.connection() as conn:
+        return run_transaction(conn, fn, check=trio.from_thread.check_cancelled, rng=rng, on_retry=attempts.add)
+
+
+@asynccontextmanager
+async def open_database(
+    config: DatabaseConfig, *, observe: Callable[[float, int], None] | None = None
+) -> AsyncGenerator[Database]:
+    """Open the pool for the time of the body.
+
+    `observe` is called for every transaction, on the event loop, with the seconds that it took
+    from the call on and the number of its retries.  Raises DatabaseUnavailable if the database
+    cannot be reached now; later it may come and go.
+    """
+    database = _PooledDatabase(config, observe)
+    threads = trio.CapacityLimiter(1)
+    await trio.to_thread.run_sync(_probe, config, limiter=threads)
+    await trio.to_thread.run_sync(database.open, limiter=threads)
+    try:
+        yield database
+    finally:
+        with trio.CancelScope(shield=True):  # bounded by CLOSE_TIMEOUT_S, twice
+            await trio.to_thread.run_sync(database.close, limiter=threads)
+
+
+def _probe(config: DatabaseConfig) -> None:
+    # The pool would only say that it took too long; this says why.
+    try:
+        psycopg.connect(config.dsn, **_connection_options(config)).close()
+    except psycopg.Error as exc:
+        ours = translated(exc)
+        raise (ours if isinstance(ours, DatabaseUnavailable) else DatabaseUnavailable(str(exc))) from exc
+
+
+def _connection_options(config: DatabaseConfig) -> dict[str, Any]:
+    return KEEPALIVE | {
+        "autocommit": True,
+        "application_name": config.application_name,
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        # PgBouncer hands each transaction to another session, which does not know the statement.
+        "prepare_threshold": None if config.pgbouncer else 5,
+    }
+
+
+def _is_stale(conn: psycopg.Connection[Any]) -> bool:
+    # An idle server says nothing, so bytes to read are its farewell or the end of the stream.  One
+    # system call, where asking the server would cost every transaction a round trip.
+    if conn.closed:
+        return True
+    poll = select.poll()
+    poll.register(conn.fileno(), select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,295 @@
+"""One transaction: what a function may do in it, how it ends, and what can be known when it fails.
+
+A transaction is a plain synchronous function `fn(tx, ...)`, run as a whole in one worker thread by
+`Database.run_tx`.  Nothing in it can await, so nothing waits on the event loop while row locks are
+held, and the loop stays free while rows are parsed.
+
+`run_transaction` is that whole life on one connection: call the function, commit, and after a
+serialization failure or a deadlock call it again in a *new* transaction (a retry inside the old one
+would see its own failed writes).  Hence a function may run several times: it has no effect but its
+statements.
+
+Between statements the transaction's total deadline and the caller's cancellation are checked; both
+roll back.  Once COMMIT has been sent there are three outcomes: committed, refused with an error
+from the server (a deferred constraint), or `UnknownCommit` if the connection was lost before the
+answer.  The last is resolved by reading, never by assuming.
+
+psycopg's errors end here: callers see the classes below, one per outcome that they can treat
+differently.  A psycopg error that gets through is a bug in a statement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, LiteralString, NoReturn, TypeVar
+
+import psycopg
+from psycopg import errors
+from psycopg.pq import TransactionStatus
+from psycopg.rows import class_row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from random import Random
+
+    from psycopg.sql import Composed
+
+    Statement = LiteralString | Composed
+    Parameters = Mapping[str, object] | Sequence[object]
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+# With the 5 s that the roles allow one statement, a transaction is over in 10 s whatever happens,
+# which is what a stopping process waits for its threads.
+TX_DEADLINE_S = 5.0
+# A deadlock or serialization failure that comes back five times is not a race but a design fault.
+ATTEMPTS_MAX = 5
+# Long enough for the winner of a race to commit; doubled per attempt, and a random part of it.
+RETRY_PAUSE_MAX_S = 0.010
+
+
+class DatabaseError(Exception):
+    """Base of everything that `run_tx` raises for the database's sake."""
+
+
+class Conflict(DatabaseError):
+    """A constraint refused the write; `constraint` is its name, empty if a trigger raised without one."""
+
+    def __init__(self, message: str, *, constraint: str) -> None:
+        super().__init__(message)
+        self.constraint = constraint
+
+
+class ExclusionConflict(Conflict):
+    """Another live row holds it: the double booking that was refused."""
+
+
+class UniqueConflict(Conflict):
+    """There is one already."""
+
+
+class CheckConflict(Conflict):
+    """A CHECK, or a trigger that counts, says no."""
+
+
+class ReferenceConflict(Conflict):
+    """A row that is referred to does not exist, or is still referred to."""
+
+
+class Forbidden(DatabaseError):
+    """The connection's role may not do this (SQLSTATE 42501)."""
+
+
+class Contention(DatabaseError):
+    """Lost against other transactions; retried in a new one, so callers see it only after ATTEMPTS_MAX."""
+
+
+class SerializationFailure(Contention):
+    """SQLSTATE 40001."""
+
+
+class Deadlock(Contention):
+    """SQLSTATE 40P01."""
+
+
+class LockTimeout(DatabaseError):
+    """A lock was not free within the role's lock_timeout, or at all for NOWAIT."""
+
+
+class TransactionTooLong(DatabaseError):
+    """A statement ran into the role's statement_timeout, or the whole into TX_DEADLINE_S; rolled back."""
+
+
+class DatabaseUnavailable(DatabaseError):
+    """No connection, or it was lost before COMMIT was sent: nothing happened."""
+
+
+class UnknownCommit(DatabaseError):
+    """The connection was lost after COMMIT was sent: it happened or it did not.  Read to find out."""
+
+
+class DiskFull(DatabaseError):
+    """The server has no room to write."""
+
+
+class TooManyRows(DatabaseError):
+    """A statement that finds at most one row found several: an invariant is broken."""
+
+
+class AbortedTransaction(DatabaseError):
+    """The function swallowed a failed statement outside a savepoint; nothing was committed."""
+
+
+class NestedTransaction(DatabaseError):
+    """A transaction was started inside another; it would wait for its own locks."""
+
+
+_CONFLICTS: dict[type[psycopg.Error], type[Conflict]] = {
+    errors.ExclusionViolation: ExclusionConflict,
+    errors.UniqueViolation: UniqueConflict,
+    errors.CheckViolation: CheckConflict,
+    errors.ForeignKeyViolation: ReferenceConflict,
+}
+_OTHERS: dict[type[psycopg.Error], type[DatabaseError]] = {
+    errors.InsufficientPrivilege: Forbidden,
+    errors.SerializationFailure: SerializationFailure,
+    errors.DeadlockDetected: Deadlock,
+    errors.LockNotAvailable: LockTimeout,
+    errors.QueryCanceled: TransactionTooLong,
+    errors.IdleInTransactionSessionTimeout: TransactionTooLong,
+    errors.DiskFull: DiskFull,
+    errors.TooManyConnections: DatabaseUnavailable,
+    errors.ReadOnlySqlTransaction: DatabaseUnavailable,  # a standby, in the middle of a failover
+    errors.AdminShutdown: DatabaseUnavailable,
+    errors.CrashShutdown: DatabaseUnavailable,
+    errors.CannotConnectNow: DatabaseUnavailable,
+}
+
+
+def translated(exc: psycopg.Error) -> Exception:
+    """Return our error for psycopg's, or the same one if callers have no business with it."""
+    if conflict := _CONFLICTS.get(type(exc)):
+        return conflict(exc.diag.message_primary or str(exc), constraint=exc.diag.constraint_name or "")
+    if other := _OTHERS.get(type(exc)):
+        return other(exc.diag.message_primary or str(exc))
+    # Without a SQLSTATE the error is libpq's own: the socket failed.
+    if isinstance(exc, psycopg.OperationalError) and (exc.sqlstate is None or exc.sqlstate.startswith("08")):
+        return DatabaseUnavailable(str(exc))
+    return exc
+
+
+class Tx:
+    """One open transaction; lives in one thread, and only while its function runs.
+
+    Statements take `%s` or `%(name)s` parameters.  All raise DatabaseError's subclasses.
+    """
+
+    def __init__(self, conn: psycopg.Connection[Any], *, give_up: float, check: Callable[[], None]) -> None:
+        self._conn = conn
+        self._give_up = give_up
+        self._check = check
+
+    def execute(self, sql: Statement, params: Parameters = ()) -> int:
+        """Run a statement; return the number of rows that it touched."""
+        with self._statement():
+            return self._conn.execute(sql, params).rowcount
+
+    def rows(self, cls: type[R], sql: Statement, params: Parameters = ()) -> list[R]:
+        """Return the result as objects of a dataclass whose fields are the columns."""
+        with self._statement(), self._conn.cursor(row_factory=class_row(cls)) as cursor:
+            return cursor.execute(sql, params).fetchall()
+
+    def row(self, cls: type[R], sql: Statement, params: Parameters = ()) -> R | None:
+        """Return the only row, None if there is none; raises TooManyRows if there are more."""
+        found = self.rows(cls, sql, params)
+        if len(found) > 1:
+            raise TooManyRows(f"{len(found)} rows of {cls.__name__}")
+        return found[0] if found else None
+
+    def value(self, sql: Statement, params: Parameters = ()) -> Any | None:  # noqa: ANN401 - the column says
+        """Return the first column of the only row, None if there is none; raises TooManyRows if there are more."""
+        found = self.tuples(sql, params)
+        if len(found) > 1:
+            raise TooManyRows(f"{len(found)} rows for one value")
+        return found[0][0] if found else None
+
+    def tuples(self, sql: Statement, params: Parameters = ()) -> list[tuple[Any, ...]]:
+        """Return the result as tuples: the cheapest form, for many rows."""
+        with self._statement():
+            return self._conn.execute(sql, params).fetchall()
+
+    def executemany(self, sql: Statement, params_seq: Iterable[Parameters]) -> int:
+        """Run a statement once per element, in one pipeline; return the number of rows touched by all."""
+        with self._statement(), self._conn.cursor() as cursor:
+            cursor.executemany(sql, params_seq)
+            return cursor.rowcount
+
+    @contextmanager
+    def savepoint(self) -> Generator[None]:
+        """Undo only what is inside if it raises, so that a Conflict can be caught around it."""
+        with self._statement(), self._conn.transaction():
+            yield
+
+    @contextmanager
+    def _statement(self) -> Generator[None]:
+        self._check()
+        if time.monotonic() > self._give_up:
+            raise TransactionTooLong(f"over {TX_DEADLINE_S:.0f} s in all")
+        try:
+            yield
+        except psycopg.Error as exc:
+            _raise_translated(exc)
+
+
+def _raise_translated(exc: psycopg.Error) -> NoReturn:
+    ours = translated(exc)
+    if ours is exc:
+        raise exc
+    raise ours from exc
+
+
+def run_transaction(
+    conn: psycopg.Connection[Any],
+    fn: Callable[[Tx], T],
+    *,
+    check: Callable[[], None],
+    rng: Random,
+    on_retry: Callable[[], None],
+) -> T:
+    """Run `fn` in a transaction of its own and commit it; see the module for the outcomes.
+
+    The connection is in autocommit mode: BEGIN is ours, so that `savepoint` never begins one.
+    Blocks for at most TX_DEADLINE_S plus one statement.  `check` is called between statements and
+    may raise; `on_retry` is called before each further attempt.
+    """
+    give_up = time.monotonic() + TX_DEADLINE_S
+    attempt = 1
+    while True:
+        try:
+            _begin(conn)
+            result = fn(Tx(conn, give_up=give_up, check=check))
+            _commit(conn)
+        except Contention:
+            _roll_back(conn)
+            if attempt == ATTEMPTS_MAX:
+                raise
+        except BaseException:
+            _roll_back(conn)
+            raise
+        else:
+            return result
+        time.sleep(rng.uniform(0.0, RETRY_PAUSE_MAX_S * 2**attempt))
+        attempt += 1
+        on_retry()
+
+
+def _begin(conn: psycopg.Connection[Any]) -> None:
+    assert conn.autocommit
+    try:
+        conn.execute("begin")
+    except psycopg.Error as exc:
+        _raise_translated(exc)
+
+
+def _commit(conn: psycopg.Connection[Any]) -> None:
+    if conn.info.transaction_status is TransactionStatus.UNKNOWN:
+        raise DatabaseUnavailable("the connection is closed")
+    # The server answers COMMIT in a failed transaction with a friendly ROLLBACK.
+    if conn.info.transaction_status is TransactionStatus.INERROR:
+        raise AbortedTransaction("a statement had failed and its error was swallowed")
+    try:
+        conn.commit()
+    except psycopg.Error as exc:
+        ours = translated(exc)
+        if isinstance(ours, DatabaseUnavailable):
+            raise UnknownCommit(str(exc)) from exc
+        _raise_translated(exc)
+
+
+def _roll_back(conn: psycopg.Connection[Any]) -> None:
+    # A connection that cannot even do this is closed by psycopg or found dead by the pool.
+    with contextlib.suppress(psycopg.Error):
+        conn.rollback()
