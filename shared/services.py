@@ -37,7 +37,7 @@ async def service_nursery() -> AsyncGenerator[trio.Nursery]:
             with shield:
                 async with trio.open_nursery() as inner:
                     task_status.started(inner)
-                    await trio.sleep_forever()
+                    await trio.sleep_forever()  # sleeps: a host only keeps its nursery open
 
         inner: trio.Nursery = await outer.start(host)
         try:

@@ -42,8 +42,8 @@ BANNED_CALLS = {
 }
 CLOCKS = ROOT / "shared" / "clocks.py"  # the one place that may read the machine's
 
-# `sleep_forever` is for the host of a service, which has nothing else to do.
-SLEEPS_FOREVER = {"shared/services.py"}
+# The few lines that may sleep, for ever in the program or in real time in a test, say why.
+SLEEPS_BECAUSE = "# sleeps: "
 
 # The only clock of the SQL is compute_now(): simulations replace it.
 SQL_CLOCKS = re.compile(
@@ -122,8 +122,9 @@ def test_module(path: Path) -> None:
         problems.append("no module docstring: say how it works")
     if text.count("\n") > MODULE_LINES_MAX:
         problems.append(f"{text.count(chr(10))} lines, at most {MODULE_LINES_MAX}")
-    if "sleep_forever" in text and name_of(path) not in SLEEPS_FOREVER:
-        problems.append("sleep_forever: wait for something, with a deadline")
+    for number, line in enumerate(text.splitlines(), 1):
+        if "trio.sleep_forever" in line and SLEEPS_BECAUSE not in line:
+            problems.append(f"line {number}: sleep_forever: wait for something, with a deadline")
     if path.name == "__init__.py" and len(tree.body) != 1:
         problems.append("an __init__.py holds the map of its package and nothing else")
     assert not problems
@@ -155,7 +156,7 @@ def sleeps(text: str, tree: ast.AST) -> Iterator[str]:
         if not isinstance(node, ast.Name | ast.Attribute) or node.lineno in virtual:
             continue
         name = ast.unparse(node)
-        if name in {"time.sleep", "trio.sleep", "sleep"} and "# sleeps: " not in lines[node.lineno - 1]:
+        if name in {"time.sleep", "trio.sleep", "sleep"} and SLEEPS_BECAUSE not in lines[node.lineno - 1]:
             yield f"line {node.lineno}: {name}: wait for a state, or take autojump_clock"
 
 
