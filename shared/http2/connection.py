@@ -127,10 +127,6 @@ class Connection:
         """Return what is ready to be written."""
         return self._h2.data_to_send()
 
-    def count_reset(self) -> None:
-        """The peer made h2 reset a stream. Raises ProtocolViolation."""
-        self._guard.count_stream()
-
     def next_stream_id(self) -> int:
         return self._h2.get_next_available_stream_id()
 

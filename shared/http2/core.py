@@ -351,8 +351,6 @@ class Core:
             self.close_lane(stream.name)
 
     def _on_reset(self, event: h2.events.StreamReset) -> None:
-        if not event.remote_reset:
-            self._connection.count_reset()
         if stream := self._lanes_by_stream.get(event.stream_id):
             if not stream.peer_ended:
                 status, detail = stream.peer_status or (None, "reset by the peer")

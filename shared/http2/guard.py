@@ -76,6 +76,8 @@ class FrameGuard:
             self._skip = position - len(data)
         if self._control_frames > limits.CONTROL_FRAMES_MAX:
             raise ProtocolViolation("control_flood")
+        if self._streams > limits.STREAMS_MAX or self._streams_in_period > limits.STREAMS_PER_PERIOD_MAX:
+            raise ProtocolViolation("stream_flood")
         if self._small_data > limits.SMALL_DATA_FRAMES_MAX:
             raise ProtocolViolation("data_flood")
 
@@ -92,18 +94,12 @@ class FrameGuard:
             elif length < limits.SMALL_DATA_BYTES:
                 self._small_data += 1
         elif kind in (_HEADERS, _RST_STREAM, _PUSH_PROMISE):
-            self.count_stream()
+            self._streams += 1
+            self._streams_in_period += 1
         elif kind == _WINDOW_UPDATE and self._window_updates_earned:
             self._window_updates_earned -= 1
         else:
             self._control_frames += 1
-
-    def count_stream(self) -> None:
-        """A stream was opened or reset, by either side."""
-        self._streams += 1
-        self._streams_in_period += 1
-        if self._streams > limits.STREAMS_MAX or self._streams_in_period > limits.STREAMS_PER_PERIOD_MAX:
-            raise ProtocolViolation("stream_flood")
 
     def sent(self, data_bytes: int) -> None:
         """We have sent a DATA frame: the peer will return its window."""

@@ -144,8 +144,9 @@ class Inbox:
     def drop(self) -> int:
         """The stream is gone. Return the window of the connection that its messages still keep."""
         self.dead = True
+        window = self.window_held + self.buffered_bytes - self._returned
         self._buffer = None
-        window, self.window_held = self.window_held, 0
+        self.window_held = 0
         return window
 
 

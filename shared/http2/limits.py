@@ -50,9 +50,9 @@ WINDOW_UPDATES_EARNED_MAX: Final = 256
 # DATA under 1 KiB costs as much as a full frame. 1,000 a second is about 3 % of a core.
 SMALL_DATA_BYTES: Final = 1024
 SMALL_DATA_FRAMES_MAX: Final = 10_000
-# HEADERS, PUSH_PROMISE and RST_STREAM, whoever resets. A session opens three lanes and closes them:
-# rapid reset and its mirror (making us reset) look the same here. A connection is replaced after
-# this many rather than trusted for longer.
+# HEADERS, PUSH_PROMISE and RST_STREAM frames. A session opens three lanes and closes them; rapid reset
+# and its mirror (making us reset) cannot do without HEADERS. A connection is replaced after this
+# many rather than trusted for longer.
 STREAMS_MAX: Final = 20
 STREAMS_PER_PERIOD_MAX: Final = 8
 # What h2 has ready to be sent. Only answers to the peer's own frames grow it while the peer does

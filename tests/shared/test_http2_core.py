@@ -31,6 +31,7 @@ from shared.wire import INITIAL_CREDITS, LANES, MESSAGE_BYTES_MAX
 from tests.support.http2 import End, Pair, accept, open_pair
 
 if TYPE_CHECKING:
+    from shared.http2.events import Event
     from shared.wire import Lane
 
 # --- lanes -----------------------------------------------------------------------------------
@@ -73,27 +74,30 @@ def test_a_refused_lane_tells_why_and_drops_what_was_behind_it():
         pair.client.core.open_lane("bulk")
 
 
-def test_what_a_refused_lane_has_sent_does_not_keep_the_connections_window():
+@pytest.mark.parametrize("ending", ["refused", "ended", "reset"])
+def test_a_lane_that_is_gone_does_not_keep_the_connections_window(ending: str):
     pair = Pair()
 
-    def refuse_bulk(event: object) -> None:
-        if isinstance(event, LaneOpened) and event.lane == "bulk":
-            pair.server.core.refuse_lane("bulk", GrpcStatus.FAILED_PRECONDITION, "epoch")
+    def on_event(event: Event) -> None:
+        if isinstance(event, LaneOpened) and ending == "refused":
+            pair.server.core.refuse_lane(event.lane, GrpcStatus.FAILED_PRECONDITION, "epoch")
         else:
-            accept(pair.server)(event)  # type: ignore[arg-type]
+            accept(pair.server)(event)
 
-    pair.server.on_event = refuse_bulk
+    pair.server.on_event = on_event
     pair.client.core.open_lane("bulk")
-    pair.client.core.send("bulk", bytes(60_000), costs_credit=False)
-    pair.client.core.open_lane("control")
-    pair.settle()
-    for number in range(20):
-        pair.client.core.send("control", bytes([number]) * 9_000, costs_credit=False)
+    for _ in range(3 if ending != "refused" else 1):
+        pair.client.core.send("bulk", bytes(MESSAGE_BYTES_MAX["bulk"]), costs_credit=False)
         pair.settle()
-        for message in pair.server.messages():
-            pair.server.core.release(message)
-        assert pair.server.bodies() == [bytes([number]) * 9_000]
-        pair.server.events.clear()
+    if ending == "ended":
+        pair.server.core.close_lane("bulk")
+    elif ending == "reset":
+        pair.client.core._connection.reset(1, ErrorCodes.CANCEL)
+    pair.settle()
+    for message in pair.server.messages():
+        pair.server.core.release(message)  # too late, and not counted twice
+    manager = pair.server.core._connection._h2._inbound_flow_control_window_manager
+    assert manager.current_window_size + manager._bytes_processed == 65_535
 
 
 @pytest.mark.parametrize(
