@@ -1,0 +1,199 @@
+"""What a group of API methods is written with.
+
+A group is a module of `controlplane.api.groups` that exports ``METHODS``, a tuple of the three
+kinds below, and is named in `controlplane.api.methods`. Handlers are plain synchronous functions
+that run inside a transaction (in a worker thread, so they may take a few milliseconds); the envelope
+does everything around them: parsing, authentication, the decision, idempotency, audit, wake-ups.
+
+`Read`: ``read(tx, call, input) -> output``. `call.scope` says whose records the caller may see for
+the method's action; filter by `call.scope.filter` in SQL, and answer NotFound for what is outside.
+
+`Mutation`: ``load(tx, call, input) -> Target`` finds what it is about, in a transaction of its own;
+the IAM decides once on `Target.resource`; ``perform(tx, call, input, target) -> Outcome`` then makes
+the change, guarded by the version that `load` read. Here `call.scope` is all that the caller may
+know of: `load` answers NotFound for anything else.
+
+`Drafted`: for what the IAM must decide on as stored. ``draft(tx, call, input) -> Target`` writes a
+row that holds nothing; after the decision ``perform`` admits it, or ``reject(tx, call, target,
+error)`` closes it. ``resume(tx, call, resource_id) -> Target`` loads the draft again when a request
+with the same idempotency key takes over one that was cut off. `perform` must be guarded by the
+draft's state. An ApiError from `perform` undoes its transaction, and `reject` follows.
+
+Handlers raise `controlplane.errors` and may run more than once (a retried transaction): they have no
+effect but their statements. Nothing is notified inside; `Outcome.rings` names the channels to ring
+after the commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Generic, Protocol, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from controlplane.db.pool import Database
+    from controlplane.db.tx import Tx
+    from controlplane.errors import ApiError
+    from controlplane.iam.gate import Gate
+    from controlplane.iam.port import Principal, Resource, Scope
+    from shared.clocks import Clock
+    from shared.ids import IdSource
+    from shared.metrics import Metrics
+    from shared.signing import IntentSigner
+
+LIMIT_DEFAULT = 100
+LIMIT_MAX = 500
+# Beside the events of a change there may be work in the queue.
+RING_EVENTS = ("bc_events",)
+RING_WORK = ("bc_events", "bc_work")
+RING_GATEWAY = ("bc_events", "bc_work", "bc_gateway")
+
+T = TypeVar("T")
+
+
+class Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all inputs: an unknown field is an error, because a typo must not be ignored."""
+
+
+class Idempotent(Input, frozen=True, kw_only=True):
+    """Input of a method that may be repeated safely."""
+
+    idempotency_key: Annotated[
+        str | None,
+        msgspec.Meta(
+            min_length=1,
+            max_length=200,
+            description="Repeat a request with the same key and input, and the first outcome is returned.",
+        ),
+    ] = None
+
+
+class ListInput(Input, frozen=True, kw_only=True):
+    """Input of every list."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX, description="How many to return at most.")] = LIMIT_DEFAULT
+    cursor: Annotated[str | None, msgspec.Meta(max_length=500, description="`next_cursor` of the page before.")] = None
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """Output of every list; `next_cursor` is null on the last page."""
+
+    items: list[T]
+    next_cursor: str | None = None
+
+
+class Rings(Protocol):
+    """The doorbell: see `controlplane.db.notify.Doorbell`."""
+
+    def ring(self, channel: str, payload: str = "") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """What handlers may use; made once by the composition root."""
+
+    db: Database
+    iam: Gate
+    clock: Clock
+    ids: IdSource
+    doorbell: Rings
+    metrics: Metrics
+    signer: IntentSigner
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, as handlers see it."""
+
+    context: ApiContext
+    principal: Principal
+    scope: Scope
+    request_id: str
+
+
+R = TypeVar("R")
+I = TypeVar("I", bound=Input)  # noqa: E741 - the input, as O is the output
+O = TypeVar("O", bound=msgspec.Struct)  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True)
+class Target(Generic[R]):
+    """What a mutation is about: for the IAM, and as the row that was read."""
+
+    resource: Resource
+    row: R
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[O]):
+    """What a mutation did.
+
+    Attributes:
+        data: the answer.
+        resource_id: for the audit row, when it was not known before the mutation (a new thing).
+        secrets: fields of the answer that are shown once: they are merged into `data` for the first
+            answer, and never stored.
+        detail: added to the audit row beside the input.
+        rings: channels to wake after the commit.
+        forget_credential: public id of a credential that ended: cached authentications of it go.
+    """
+
+    data: O
+    resource_id: str = ""
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str])
+    detail: Mapping[str, object] = field(default_factory=dict[str, object])
+    rings: tuple[str, ...] = RING_EVENTS
+    forget_credential: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method(Generic[I, O]):
+    """A row of the method table.
+
+    Attributes:
+        group: first part of the path, as in ``joinTokens``.
+        name: second part.
+        action: a name of `controlplane.iam.catalog.ACTIONS`.
+        input: what is accepted.
+        output: what `data` holds (`Page[Thing]` for a list).
+        summary: one sentence, for OpenAPI and the reference.
+    """
+
+    group: str
+    name: str
+    action: str
+    input: type[I]
+    output: type[O]
+    summary: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.group}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read(Method[I, O]):
+    """Changes nothing."""
+
+    read: Callable[[Tx, Call, I], O]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation(Method[I, O], Generic[I, O, R]):
+    """Load, decide, perform."""
+
+    load: Callable[[Tx, Call, I], Target[R]]
+    perform: Callable[[Tx, Call, I, Target[R]], Outcome[O]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted(Method[I, O], Generic[I, O, R]):
+    """Draft, decide, perform or reject."""
+
+    draft: Callable[[Tx, Call, I], Target[R]]
+    resume: Callable[[Tx, Call, str], Target[R]]
+    perform: Callable[[Tx, Call, I, Target[R]], Outcome[O]]
+    reject: Callable[[Tx, Call, Target[R], ApiError], None]
