@@ -61,6 +61,9 @@ PATHS_OF_A_MACHINE = re.compile(r"(?<![\w.])/(?:work|Users|root/\.pyenv)\b[/\w.]
 TEXT_SUFFIXES = {".py", ".md", ".sql", ".toml", ".c", ".pyi", ".service", ".json", ".yaml", ".yml", ".txt", ""}
 NOT_OURS = {"__pycache__", "_build", "build", "dist"}
 
+# pytest-trio takes its clock from the arguments of the test alone; this would run in real time.
+CLOCK_NOT_TAKEN = re.compile(r"usefixtures\([^)]*(?:autojump|mock)_clock")
+
 UNFINISHED = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
 
 
@@ -135,6 +138,8 @@ def test_test_module(path: Path) -> None:
     tree = parsed(path)
     text = path.read_text(encoding="utf-8")
     problems = [*long_functions(tree), *unfinished(text), *sleeps(text, tree)]
+    if CLOCK_NOT_TAKEN.search(text):
+        problems.append("usefixtures does not install the clock: take it as an argument")
     if ast.get_docstring(tree) is None:
         problems.append("no module docstring: say what it holds true")
     if text.count("\n") > TEST_LINES_MAX:
@@ -208,5 +213,6 @@ def test_the_rules_above_find_what_they_are_for() -> None:
     tree = ast.parse(BAD)
     found = [*banned_calls(tree), *sql_clocks(ROOT / "x.py", tree), *sleeps(BAD, tree), *unfinished(BAD)]
     assert [problem.split(":")[0] for problem in found] == ["line 3", "line 4", "line 5", "line 6", "line 8"]
+    assert CLOCK_NOT_TAKEN.search("pytest.mark.usefixtures" + '("autojump_clock")') is not None
     assert PATHS_OF_A_MACHINE.search("see /" + "work/notes") is not None
     assert PATHS_OF_A_MACHINE.search("docs/work/notes and ./work") is None
