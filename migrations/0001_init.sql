@@ -678,6 +678,8 @@ create trigger booking_scalar_guard_update after update on booking for each row
   execute function booking_scalar_guard();
 
 -- The physical hold. It ends only with evidence: the node's own signature, or an operator's act.
+-- `generation` is the spec that first carried the assignment, `end_generation` the one that first
+-- carried its tombstone: evidence that was signed before them is about something else.
 create table allocation (
   allocation_id    int8 generated always as identity primary key,
   public_id        text not null unique,
@@ -690,6 +692,7 @@ create table allocation (
   state            text not null default 'binding' check (state in ('binding', 'bound', 'releasing', 'released')),
   incarnation      int8 not null,
   generation       int8 not null,
+  end_generation   int8,
   cdi_name         text not null default '',
   created_at       timestamptz not null default compute_now(),
   bound_at         timestamptz,

@@ -1,0 +1,120 @@
+"""How a reservation ends: the cause first, the release when the nodes say so.
+
+Ending is two steps that may be days apart. `end` records an allowed cause and turns each hold into
+a tombstone: from then on the plan is free for others and the hardware is not. `finish_release` runs
+for each hold that is given up with evidence; the last one closes the reservation. Nothing here looks
+at connectivity: a node that is away only makes the second step later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controlplane.capacity.place import announce
+from controlplane.capacity.specs import write_spec
+from controlplane.db import ledger, reservations
+from controlplane.db.queue import enqueue
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from controlplane.capacity.place import LedgerTools
+    from controlplane.db.ledger import Allocation
+    from controlplane.db.reservations import Reservation
+    from controlplane.db.tx import Tx
+    from controlplane.model.states import EndCause, ReservationState
+
+# A bind that fails is placed once more elsewhere, if it had started at once. DESIGN 5.
+BIND_ATTEMPTS_MAX = 2
+
+
+def end(
+    tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime, *, cause: EndCause, detail: str = ""
+) -> bool:
+    """End a locked `binding` or `active` reservation; False if it is in neither state."""
+    open_holds = ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
+    nodes = ledger.lock_nodes(tx, [hold.node_id for hold in open_holds])
+    if not reservations.mark_releasing(tx, reservation.reservation_id, cause=cause, detail=detail, now=now):
+        return False
+    ledger.mark_allocations_releasing(tx, reservation.reservation_id, now=now)
+    ledger.cut_bookings(tx, reservation.reservation_id, now)
+    for node_id in sorted(nodes):
+        write_spec(tx, node_id, nodes[node_id].public_id, signer=tools.signer, now=now)
+    if reservation.active_at is not None:
+        reservations.record_usage(tx, reservation.reservation_id, end=now)
+    announce(tx, reservation, "releasing", cause=cause, detail=detail)
+    enqueue(tx, "reservation", [str(reservation.reservation_id)])
+    # what is left of the window is free in the plan, so a later one may fit
+    enqueue(tx, "pool", [str(reservation.pool_id)])
+    return True
+
+
+def cancel(
+    tx: Tx,
+    reservation: Reservation,
+    now: datetime,
+    *,
+    state: ReservationState = "cancelled",
+    cause: EndCause | None = "cancelled",
+    detail: str = "",
+) -> bool:
+    """End a locked reservation that holds nothing on any node: draft, queued or placed."""
+    if reservation.state not in ("draft", "queued", "placed"):
+        return False
+    if reservation.state == "placed":
+        ledger.close_bookings(tx, reservation.reservation_id)
+        give_back_quota(tx, reservation)
+        enqueue(tx, "pool", [str(reservation.pool_id)])
+    reservations.mark_ended(
+        tx, reservation.reservation_id, reservation.state, state, now=now, cause=cause, detail=detail
+    )
+    announce(tx, reservation, state, cause=cause, detail=detail)
+    return True
+
+
+def give_back_quota(tx: Tx, reservation: Reservation) -> None:
+    """Return what `place` took. The caller has locked the reservation."""
+    quotas = ledger.lock_quotas(tx, reservation.tenant_id, reservation.project_id, reservation.pool_id)
+    ledger.add_quota_use(
+        tx,
+        [quota.quota_id for quota in quotas],
+        gpus=-reservation.gpus,
+        vcpus=-reservation.vcpus_per_node * reservation.nodes,
+        memory_mib=-reservation.memory_mib_per_node * reservation.nodes,
+    )
+
+
+def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: Allocation, now: datetime) -> bool:
+    """One hold has been given up (its row says `released`); True if that was the last one.
+
+    Drops the tombstone, returns the node's counters, lets those bind who waited for it, and ends or
+    requeues the reservation. The reservation is locked.
+    """
+    # quota comes before node in the lock order, so it is asked first whether this is the last hold
+    last = not ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
+    if last:
+        give_back_quota(tx, reservation)
+    node = ledger.lock_nodes(tx, [hold.node_id])[hold.node_id]
+    ledger.give_back_scalars(
+        tx, hold.node_id, gpus=len(hold.device_uuids), vcpus=hold.vcpus, memory_mib=hold.memory_mib
+    )
+    write_spec(tx, hold.node_id, node.public_id, signer=tools.signer, now=now)
+    waiting = ledger.load_waiting_for(tx, hold.node_id, now)
+    enqueue(tx, "reservation", [str(reservation_id) for reservation_id in waiting])
+    enqueue(tx, "pool", [str(reservation.pool_id)])
+    if not last:
+        return False
+    ledger.close_bookings(tx, reservation.reservation_id)
+    if (
+        reservation.end_cause == "bind_failed"
+        and reservation.starts_at is None
+        and reservation.bind_attempts < BIND_ATTEMPTS_MAX
+    ):
+        reservations.mark_queued(
+            tx, reservation.reservation_id, "releasing", reason=f"bind failed: {reservation.end_detail}"
+        )
+        announce(tx, reservation, "queued", reason=f"bind failed: {reservation.end_detail}")
+        return True
+    reservations.mark_ended(tx, reservation.reservation_id, "releasing", "released", now=now)
+    announce(tx, reservation, "released", cause=reservation.end_cause)
+    return True

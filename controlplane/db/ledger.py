@@ -1,0 +1,557 @@
+"""The ledger: bookings (the plan) and allocations (the physical hold), and the node rows between them.
+
+One booking and one allocation a (reservation, node). Units are written as a multirange, so a
+fragmented set of GPUs is still one row. Every function that books has locked its node rows before,
+in the order of their ids (`lock_nodes`); the exclusion constraints decide all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, SlotView
+from controlplane.model.units import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from controlplane.db.tx import Tx
+
+
+def encode_spans(spans: Sequence[Span]) -> str:
+    """A multirange literal such as ``{[0,48),[96,)}``."""
+    return "{" + ",".join(f"[{s.start},{'' if s.end is None else s.end})" for s in spans) + "}"
+
+
+def decode_spans(text: str) -> tuple[Span, ...]:
+    """Read a multirange that PostgreSQL wrote as text; the inverse of `encode_spans`."""
+    body = text.strip("{}")
+    if not body:
+        return ()
+    spans: list[Span] = []
+    for part in body.removesuffix(")").split("),"):
+        start, _, end = part.removeprefix("[").partition(",")
+        spans.append(Span(int(start), int(end) if end else None))
+    return tuple(spans)
+
+
+# --- what a planner sees ---------------------------------------------------------------------
+
+
+def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None) -> list[NodeView]:
+    """Every node of a pool that is not decommissioned (or only those named), as the planner sees them."""
+    where = {"pool": pool_id, "nodes": None if node_ids is None else list(node_ids)}
+    nodes = tx.tuples(
+        """
+        select n.node_id, n.name, n.placement_gen, n.placeable,
+               case when n.provision_state <> 'adopted' then n.provision_state
+                    when n.connectivity <> 'connected' then
+                      case n.connectivity when 'never' then 'never connected' else n.connectivity end
+                    when n.draining then 'draining' when n.cordoned then 'cordoned' else '' end,
+               coalesce(c.vcpu_total, 0), coalesce(c.memory_mib_total, 0),
+               coalesce(c.vcpu_held, 0), coalesce(c.memory_mib_held, 0)
+        from node n left join node_capacity c using (node_id)
+        where n.pool_id = %(pool)s and n.provision_state <> 'decommissioned'
+          and (%(nodes)s::int4[] is null or n.node_id = any(%(nodes)s))
+        order by n.node_id
+        """,
+        where,
+    )
+    slots: dict[int, list[SlotView]] = {}
+    for node_id, slot, uuid, healthy, group in tx.tuples(
+        """
+        select d.node_id, d.slot, d.uuid, d.health = 'healthy', d.nvlink_group
+        from device d join node n using (node_id)
+        where n.pool_id = %(pool)s and d.retired_at is null
+          and (%(nodes)s::int4[] is null or d.node_id = any(%(nodes)s))
+        order by d.node_id, d.slot
+        """,
+        where,
+    ):
+        slots.setdefault(node_id, []).append(SlotView(slot, uuid, healthy, group))
+    booked: dict[int, list[Booked]] = {}
+    scalars: dict[int, list[ScalarBooked]] = {}
+    for node_id, spans, start, end, vcpus, memory_mib in tx.tuples(
+        """
+        select node_id, spans::text, lower(during), upper(during), vcpus, memory_mib
+        from booking
+        where pool_id = %(pool)s and live and (%(nodes)s::int4[] is null or node_id = any(%(nodes)s))
+        order by node_id, booking_id
+        """,
+        where,
+    ):
+        if spans != "{}":
+            booked.setdefault(node_id, []).append(Booked(decode_spans(spans), start, end))
+        if vcpus or memory_mib:
+            scalars.setdefault(node_id, []).append(ScalarBooked(vcpus, memory_mib, start, end))
+    held: dict[int, list[Span]] = {}
+    for node_id, spans in tx.tuples(
+        """
+        select a.node_id, a.spans::text
+        from allocation a join node n using (node_id)
+        where n.pool_id = %(pool)s and a.released_at is null
+          and (%(nodes)s::int4[] is null or a.node_id = any(%(nodes)s))
+        order by a.node_id, a.allocation_id
+        """,
+        where,
+    ):
+        held.setdefault(node_id, []).extend(decode_spans(spans))
+    return [
+        NodeView(
+            node_id=node_id,
+            name=name,
+            placement_gen=placement_gen,
+            placeable=placeable,
+            why_not=why_not,
+            slots=tuple(slots.get(node_id, ())),
+            booked=tuple(booked.get(node_id, ())),
+            held=tuple(held.get(node_id, ())),
+            vcpus=vcpus,
+            memory_mib=memory_mib,
+            scalars_booked=tuple(scalars.get(node_id, ())),
+            vcpus_held=vcpus_held,
+            memory_mib_held=memory_mib_held,
+        )
+        for node_id, name, placement_gen, placeable, why_not, vcpus, memory_mib, vcpus_held, memory_mib_held in nodes
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LockedNode:
+    node_id: int
+    public_id: str
+    placement_gen: int
+    placeable: bool
+
+
+def lock_nodes(tx: Tx, node_ids: Sequence[int]) -> dict[int, LockedNode]:
+    """Lock node rows in id order. Taken before any booking, hold or spec of a node is written."""
+    rows = tx.rows(
+        LockedNode,
+        """
+        select node_id, public_id, placement_gen, placeable from node
+        where node_id = any(%(nodes)s) order by node_id for no key update
+        """,
+        {"nodes": sorted(node_ids)},
+    )
+    return {row.node_id: row for row in rows}
+
+
+def load_gpus_per_node(tx: Tx, pool_id: int) -> int:
+    """GPUs of the pool's largest node that is not decommissioned; 0 without inventory."""
+    return tx.value(
+        """
+        select coalesce(max(c.gpu_total), 0) from node n join node_capacity c using (node_id)
+        where n.pool_id = %(pool)s and n.provision_state <> 'decommissioned'
+        """,
+        {"pool": pool_id},
+    )
+
+
+# --- bookings --------------------------------------------------------------------------------
+
+
+def insert_booking(
+    tx: Tx,
+    *,
+    reservation_id: int,
+    pool_id: int,
+    node_id: int,
+    spans: Sequence[Span],
+    start: datetime,
+    end: datetime | None,
+    vcpus: int,
+    memory_mib: int,
+) -> None:
+    """Book. Raises ExclusionConflict (booking_no_overlap) or CheckConflict (booking_scalar_capacity)."""
+    tx.execute(
+        """
+        insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
+        values (%(reservation)s, %(pool)s, %(node)s, %(spans)s::int4multirange,
+                tstzrange(%(start)s, %(end)s, '[)'), %(vcpus)s, %(memory)s)
+        """,
+        {
+            "reservation": reservation_id,
+            "pool": pool_id,
+            "node": node_id,
+            "spans": encode_spans(spans),
+            "start": start,
+            "end": end,
+            "vcpus": vcpus,
+            "memory": memory_mib,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    booking_id: int
+    node_id: int
+    spans: str
+    start: datetime
+    end: datetime | None
+    vcpus: int
+    memory_mib: int
+
+
+def load_bookings(tx: Tx, reservation_id: int) -> list[Booking]:
+    return tx.rows(
+        Booking,
+        """
+        select booking_id, node_id, spans::text as spans, lower(during) as start, upper(during) as end,
+               vcpus, memory_mib
+        from booking where reservation_id = %(id)s order by node_id
+        """,
+        {"id": reservation_id},
+    )
+
+
+def move_booking_end(tx: Tx, reservation_id: int, end: datetime | None) -> int:
+    """Give every booking of the reservation another end; later ends are checked against both guards."""
+    return tx.execute(
+        """
+        update booking set during = tstzrange(lower(during), %(end)s, '[)')
+        where reservation_id = %(id)s and lower(during) < coalesce(%(end)s, 'infinity'::timestamptz)
+        """,
+        {"id": reservation_id, "end": end},
+    )
+
+
+def cut_bookings(tx: Tx, reservation_id: int, now: datetime) -> None:
+    """End the plan now: what is left of the window can be booked by others, whatever the node still holds."""
+    tx.execute(
+        """
+        update booking set during = tstzrange(lower(during), %(now)s, '[)')
+        where reservation_id = %(id)s and lower(during) < %(now)s
+          and coalesce(upper(during), 'infinity'::timestamptz) > %(now)s
+        """,
+        {"id": reservation_id, "now": now},
+    )
+    close_bookings(tx, reservation_id, future_only_after=now)
+
+
+def close_bookings(tx: Tx, reservation_id: int, *, future_only_after: datetime | None = None) -> int:
+    """Move the reservation's bookings to history; with `future_only_after`, only those that start then or later."""
+    return tx.execute(
+        """
+        with gone as (
+          delete from booking
+          where reservation_id = %(id)s and (%(after)s::timestamptz is null or lower(during) >= %(after)s)
+          returning booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at
+        )
+        insert into booking_history
+          (booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at)
+        select * from gone
+        """,
+        {"id": reservation_id, "after": future_only_after},
+    )
+
+
+def load_uuids_in(tx: Tx, node_id: int, spans: str, *, healthy: bool = False) -> list[str]:
+    """UUIDs of the node's live devices inside the spans, in slot order; of the healthy ones alone if asked."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select uuid from device
+            where node_id = %(node)s and retired_at is null and (not %(healthy)s or health = 'healthy')
+              and int4range(slot * 48, (slot + 1) * 48) <@ %(spans)s::int4multirange
+            order by slot
+            """,
+            {"node": node_id, "spans": spans, "healthy": healthy},
+        )
+    ]
+
+
+# --- allocations -----------------------------------------------------------------------------
+
+_ALLOCATION = """
+  a.allocation_id, a.public_id, a.reservation_id, a.node_id, a.spans::text as spans, a.vcpus, a.memory_mib,
+  a.device_uuids, a.state, a.incarnation, a.generation, a.end_generation, a.cdi_name, a.created_at, a.bound_at,
+  a.releasing_at, a.released_at, a.release_evidence, a.forced_by, a.processes_left
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A row of `allocation` without its envelopes."""
+
+    allocation_id: int
+    public_id: str
+    reservation_id: int
+    node_id: int
+    spans: str
+    vcpus: int
+    memory_mib: int
+    device_uuids: list[str]
+    state: str
+    incarnation: int
+    generation: int
+    end_generation: int | None
+    cdi_name: str
+    created_at: datetime
+    bound_at: datetime | None
+    releasing_at: datetime | None
+    released_at: datetime | None
+    release_evidence: str | None
+    forced_by: str | None
+    processes_left: list[int]
+
+
+def insert_allocation(
+    tx: Tx,
+    *,
+    public_id: str,
+    reservation_id: int,
+    booking: Booking,
+    device_uuids: Sequence[str],
+    incarnation: int,
+    generation: int,
+) -> None:
+    """Hold what a booking planned. Raises ExclusionConflict (allocation_one_hold)."""
+    tx.execute(
+        """
+        insert into allocation (public_id, reservation_id, node_id, spans, vcpus, memory_mib, device_uuids,
+                                incarnation, generation)
+        values (%(public_id)s, %(reservation)s, %(node)s, %(spans)s::int4multirange, %(vcpus)s, %(memory)s,
+                %(uuids)s, %(incarnation)s, %(generation)s)
+        """,
+        {
+            "public_id": public_id,
+            "reservation": reservation_id,
+            "node": booking.node_id,
+            "spans": booking.spans,
+            "vcpus": booking.vcpus,
+            "memory": booking.memory_mib,
+            "uuids": list(device_uuids),
+            "incarnation": incarnation,
+            "generation": generation,
+        },
+    )
+
+
+def take_scalars(tx: Tx, node_id: int, *, gpus: int, vcpus: int, memory_mib: int) -> bool:
+    """Add to the node's physical counters, guarded for vCPU and memory; says whether they had room."""
+    return (
+        tx.execute(
+            """
+            update node_capacity
+            set gpu_held = gpu_held + %(gpus)s, vcpu_held = vcpu_held + %(vcpus)s,
+                memory_mib_held = memory_mib_held + %(memory)s
+            where node_id = %(node)s
+              and (%(vcpus)s = 0 or vcpu_held + %(vcpus)s <= vcpu_total)
+              and (%(memory)s = 0 or memory_mib_held + %(memory)s <= memory_mib_total)
+            """,
+            {"node": node_id, "gpus": gpus, "vcpus": vcpus, "memory": memory_mib},
+        )
+        == 1
+    )
+
+
+def give_back_scalars(tx: Tx, node_id: int, *, gpus: int, vcpus: int, memory_mib: int) -> None:
+    tx.execute(
+        """
+        update node_capacity
+        set gpu_held = gpu_held - %(gpus)s, vcpu_held = vcpu_held - %(vcpus)s,
+            memory_mib_held = memory_mib_held - %(memory)s
+        where node_id = %(node)s
+        """,
+        {"node": node_id, "gpus": gpus, "vcpus": vcpus, "memory": memory_mib},
+    )
+
+
+def load_allocations(tx: Tx, reservation_id: int, *, open_only: bool = False) -> list[Allocation]:
+    """The reservation's allocations by node; earlier attempts too unless `open_only`."""
+    return tx.rows(
+        Allocation,
+        "select"
+        + _ALLOCATION
+        + """
+        from allocation a
+        where a.reservation_id = %(id)s and (not %(open)s or a.released_at is null)
+        order by a.node_id, a.allocation_id
+        """,
+        {"id": reservation_id, "open": open_only},
+    )
+
+
+def load_open_on_node(tx: Tx, node_id: int) -> list[Allocation]:
+    """What the node holds or should hold, tombstones included, oldest first."""
+    return tx.rows(
+        Allocation,
+        "select"
+        + _ALLOCATION
+        + "from allocation a where a.node_id = %(node)s and a.released_at is null order by a.allocation_id",
+        {"node": node_id},
+    )
+
+
+def find_allocation(tx: Tx, public_id: str) -> Allocation | None:
+    return tx.row(
+        Allocation, "select" + _ALLOCATION + "from allocation a where a.public_id = %(id)s", {"id": public_id}
+    )
+
+
+def mark_bound(tx: Tx, allocation_id: int, *, envelope: bytes, cdi_name: str, now: datetime) -> bool:
+    """Record the node's verified evidence; False if the allocation is not waiting for it."""
+    return (
+        tx.execute(
+            """
+            update allocation
+            set state = 'bound', bound_at = %(now)s, bound_envelope = %(envelope)s, cdi_name = %(cdi)s
+            where allocation_id = %(id)s and state = 'binding'
+            """,
+            {"id": allocation_id, "envelope": envelope, "cdi": cdi_name, "now": now},
+        )
+        == 1
+    )
+
+
+def mark_allocations_releasing(tx: Tx, reservation_id: int, *, now: datetime) -> list[int]:
+    """Turn the open allocations into tombstones-to-be; returns their node ids. Specs must be written next."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            update allocation set state = 'releasing', releasing_at = %(now)s
+            where reservation_id = %(id)s and state in ('binding', 'bound')
+            returning node_id
+            """,
+            {"id": reservation_id, "now": now},
+        )
+    ]
+
+
+def set_end_generation(tx: Tx, node_id: int, generation: int) -> None:
+    """The spec of this generation is the first that carries these tombstones."""
+    tx.execute(
+        """
+        update allocation set end_generation = %(generation)s
+        where node_id = %(node)s and state = 'releasing' and end_generation is null
+        """,
+        {"node": node_id, "generation": generation},
+    )
+
+
+def mark_released_signed(
+    tx: Tx, allocation_id: int, *, envelope: bytes, processes_left: Sequence[int], now: datetime
+) -> bool:
+    return (
+        tx.execute(
+            """
+            update allocation
+            set state = 'released', released_at = %(now)s, release_evidence = 'signed', release_envelope = %(envelope)s,
+                processes_left = %(left)s
+            where allocation_id = %(id)s and state = 'releasing'
+            """,
+            {"id": allocation_id, "envelope": envelope, "left": list(processes_left), "now": now},
+        )
+        == 1
+    )
+
+
+def mark_released_forced(tx: Tx, allocation_id: int, *, principal: str, now: datetime) -> bool:
+    return (
+        tx.execute(
+            """
+            update allocation
+            set state = 'released', released_at = %(now)s, release_evidence = 'forced', forced_by = %(principal)s
+            where allocation_id = %(id)s and state = 'releasing'
+            """,
+            {"id": allocation_id, "principal": principal, "now": now},
+        )
+        == 1
+    )
+
+
+def load_waiting_for(tx: Tx, node_id: int, now: datetime) -> list[int]:
+    """Placed reservations whose window is open on this node: a release may let them bind."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select distinct r.reservation_id
+            from booking b join reservation r using (reservation_id)
+            where b.node_id = %(node)s and b.live and r.state = 'placed' and lower(b.during) <= %(now)s
+            order by r.reservation_id
+            """,
+            {"node": node_id, "now": now},
+        )
+    ]
+
+
+def load_placed_on(tx: Tx, node_id: int, *, limit: int) -> list[int]:
+    """Reservations that are placed and not yet bound on this node: what repair looks at."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select distinct r.reservation_id
+            from booking b join reservation r using (reservation_id)
+            where b.node_id = %(node)s and b.live and r.state = 'placed'
+            order by r.reservation_id limit %(limit)s
+            """,
+            {"node": node_id, "limit": limit},
+        )
+    ]
+
+
+def load_live_on(tx: Tx, node_id: int) -> list[int]:
+    """Reservations with a live booking or an open hold on this node."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select reservation_id from booking where node_id = %(node)s and live and reservation_id is not null
+            union
+            select reservation_id from allocation where node_id = %(node)s and released_at is null
+            order by 1
+            """,
+            {"node": node_id},
+        )
+    ]
+
+
+# --- quota -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRow:
+    quota_id: int
+    public_id: str
+    gpus_max: int | None
+    vcpus_max: int | None
+    memory_mib_max: int | None
+    gpus_used: int
+    vcpus_used: int
+    memory_mib_used: int
+
+
+def lock_quotas(tx: Tx, tenant_id: int, project_id: int | None, pool_id: int) -> list[QuotaRow]:
+    """The quotas that a reservation counts against, locked in id order."""
+    return tx.rows(
+        QuotaRow,
+        """
+        select quota_id, public_id, gpus_max, vcpus_max, memory_mib_max, gpus_used, vcpus_used, memory_mib_used
+        from quota
+        where tenant_id = %(tenant)s and (project_id is null or project_id = %(project)s)
+          and (pool_id is null or pool_id = %(pool)s)
+        order by quota_id for no key update
+        """,
+        {"tenant": tenant_id, "project": project_id, "pool": pool_id},
+    )
+
+
+def add_quota_use(tx: Tx, quota_ids: Sequence[int], *, gpus: int, vcpus: int, memory_mib: int) -> None:
+    """Add to (or with negative numbers give back from) locked quotas."""
+    tx.execute(
+        """
+        update quota
+        set gpus_used = gpus_used + %(gpus)s, vcpus_used = vcpus_used + %(vcpus)s,
+            memory_mib_used = memory_mib_used + %(memory)s
+        where quota_id = any(%(ids)s)
+        """,
+        {"ids": list(quota_ids), "gpus": gpus, "vcpus": vcpus, "memory": memory_mib},
+    )

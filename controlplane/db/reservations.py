@@ -1,0 +1,410 @@
+"""Reservations: the rows that a request lives in from draft to end.
+
+Every state change is one guarded UPDATE that names the state it leaves; zero rows mean that someone
+else was first. The schema's trigger refuses what the transition table does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from controlplane.db.tx import Tx
+    from controlplane.model.states import EndCause, ReservationCondition, ReservationState
+
+_COLUMNS = """
+  r.reservation_id, r.public_id, r.tenant_id, r.project_id, r.pool_id, r.offering_id, r.name, r.state, r.nodes,
+  r.gpus_per_node, r.vcpus_per_node, r.memory_mib_per_node, r.topology, r.whole_node, r.starts_at, r.duration_s,
+  lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
+  r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
+  r.active_at, r.releasing_at, r.ended_at
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A row of `reservation`; memory in MiB, durations in seconds, `window_end` None is open."""
+
+    reservation_id: int
+    public_id: str
+    tenant_id: int
+    project_id: int | None
+    pool_id: int
+    offering_id: int | None
+    name: str
+    state: ReservationState
+    nodes: int
+    gpus_per_node: int
+    vcpus_per_node: int
+    memory_mib_per_node: int
+    topology: str
+    whole_node: bool
+    starts_at: datetime | None
+    duration_s: int | None
+    window_start: datetime | None
+    window_end: datetime | None
+    queue_deadline: datetime | None
+    bind_deadline: datetime | None
+    bind_attempts: int
+    conditions: list[str]
+    pending_reason: str
+    end_cause: EndCause | None
+    end_detail: str
+    created_by: str
+    version: int
+    created_at: datetime
+    placed_at: datetime | None
+    active_at: datetime | None
+    releasing_at: datetime | None
+    ended_at: datetime | None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs over all nodes."""
+        return self.gpus_per_node * self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class NewReservation:
+    """What a draft is made of."""
+
+    public_id: str
+    tenant_id: int
+    project_id: int | None
+    pool_id: int
+    offering_id: int | None
+    name: str
+    nodes: int
+    gpus_per_node: int
+    vcpus_per_node: int
+    memory_mib_per_node: int
+    topology: str
+    whole_node: bool
+    starts_at: datetime | None
+    duration_s: int | None
+    queue_deadline: datetime | None
+    created_by: str
+
+
+def insert_draft(tx: Tx, new: NewReservation) -> int:
+    """Store a draft, which holds nothing; returns its reservation_id."""
+    return tx.value(
+        """
+        insert into reservation
+          (public_id, tenant_id, project_id, pool_id, offering_id, name, nodes, gpus_per_node, vcpus_per_node,
+           memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by)
+        values
+          (%(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(offering_id)s, %(name)s, %(nodes)s,
+           %(gpus_per_node)s, %(vcpus_per_node)s, %(memory_mib_per_node)s, %(topology)s, %(whole_node)s,
+           %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s)
+        returning reservation_id
+        """,
+        {name: getattr(new, name) for name in NewReservation.__slots__},
+    )
+
+
+def load_reservation(tx: Tx, reservation_id: int) -> Reservation | None:
+    return tx.row(
+        Reservation, "select" + _COLUMNS + "from reservation r where r.reservation_id = %(id)s", {"id": reservation_id}
+    )
+
+
+def lock_reservation(tx: Tx, reservation_id: int) -> Reservation | None:
+    """Read the row and keep it: the first lock of every transaction that changes a reservation."""
+    return tx.row(
+        Reservation,
+        "select" + _COLUMNS + "from reservation r where r.reservation_id = %(id)s for no key update",
+        {"id": reservation_id},
+    )
+
+
+def find_reservation(tx: Tx, public_id: str, tenant_ids: Sequence[int] | None) -> Reservation | None:
+    """Look a reservation up by its public id, among the tenants that the caller may see (None: all)."""
+    return tx.row(
+        Reservation,
+        "select"
+        + _COLUMNS
+        + """
+        from reservation r
+        where r.public_id = %(id)s and (%(tenants)s::int4[] is null or r.tenant_id = any(%(tenants)s))
+        """,
+        {"id": public_id, "tenants": None if tenant_ids is None else list(tenant_ids)},
+    )
+
+
+def page_reservations(
+    tx: Tx,
+    *,
+    tenant_ids: Sequence[int] | None,
+    pool_id: int | None,
+    states: Sequence[str] | None,
+    before: int | None,
+    limit: int,
+) -> list[Reservation]:
+    """One page, newest first, of at most `limit` rows older than `before`."""
+    return tx.rows(
+        Reservation,
+        "select"
+        + _COLUMNS
+        + """
+        from reservation r
+        where (%(tenants)s::int4[] is null or r.tenant_id = any(%(tenants)s))
+          and (%(pool)s::int4 is null or r.pool_id = %(pool)s)
+          and (%(states)s::text[] is null or r.state = any(%(states)s))
+          and (%(before)s::int8 is null or r.reservation_id < %(before)s)
+        order by r.reservation_id desc
+        limit %(limit)s
+        """,
+        {
+            "tenants": None if tenant_ids is None else list(tenant_ids),
+            "pool": pool_id,
+            "states": None if states is None else list(states),
+            "before": before,
+            "limit": limit,
+        },
+    )
+
+
+def load_queued(tx: Tx, pool_id: int, *, limit: int) -> list[int]:
+    """The ids of the pool's queued reservations, oldest first."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select reservation_id from reservation
+            where pool_id = %(pool)s and ended_at is null and state = 'queued'
+            order by reservation_id limit %(limit)s
+            """,
+            {"pool": pool_id, "limit": limit},
+        )
+    ]
+
+
+def page_open(tx: Tx, after: int, limit: int) -> list[int]:
+    """Reservations that have not ended, in id order: what a resync walks over."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select reservation_id from reservation
+            where ended_at is null and reservation_id > %(after)s
+            order by reservation_id limit %(limit)s
+            """,
+            {"after": after, "limit": limit},
+        )
+    ]
+
+
+def page_queued_pools(tx: Tx, after: int, limit: int) -> list[int]:
+    """Pools that somebody waits for."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select distinct pool_id from reservation
+            where ended_at is null and state = 'queued' and pool_id > %(after)s
+            order by pool_id limit %(limit)s
+            """,
+            {"after": after, "limit": limit},
+        )
+    ]
+
+
+def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reason: str) -> bool:
+    """Let it wait. Says whether it was in the state it should have left."""
+    return (
+        tx.execute(
+            """
+            update reservation
+            set state = 'queued', pending_reason = %(reason)s, during = null, placed_at = null, bind_deadline = null,
+                active_at = null, releasing_at = null, end_cause = null, end_detail = '', conditions = '{}',
+                version = version + 1
+            where reservation_id = %(id)s and state = %(leaving)s
+            """,
+            {"id": reservation_id, "leaving": leaving, "reason": reason},
+        )
+        == 1
+    )
+
+
+def set_pending_reason(tx: Tx, reservation_id: int, reason: str) -> bool:
+    """Note why it waits; says whether that is news."""
+    return (
+        tx.execute(
+            """
+            update reservation set pending_reason = %(reason)s, version = version + 1
+            where reservation_id = %(id)s and state = 'queued' and pending_reason <> %(reason)s
+            """,
+            {"id": reservation_id, "reason": reason},
+        )
+        == 1
+    )
+
+
+def mark_placed(
+    tx: Tx, reservation_id: int, leaving: ReservationState, *, start: datetime, end: datetime | None, now: datetime
+) -> bool:
+    return (
+        tx.execute(
+            """
+            update reservation
+            set state = 'placed', during = tstzrange(%(start)s, %(end)s, '[)'), placed_at = %(now)s,
+                pending_reason = '', version = version + 1
+            where reservation_id = %(id)s and state = %(leaving)s
+            """,
+            {"id": reservation_id, "leaving": leaving, "start": start, "end": end, "now": now},
+        )
+        == 1
+    )
+
+
+def move_window(tx: Tx, reservation_id: int, *, start: datetime, end: datetime | None) -> bool:
+    """Book a placed reservation's window elsewhere in time or with another end; its bookings move in the same step."""
+    return (
+        tx.execute(
+            """
+            update reservation set during = tstzrange(%(start)s, %(end)s, '[)'), version = version + 1
+            where reservation_id = %(id)s and state in ('placed', 'binding', 'active')
+            """,
+            {"id": reservation_id, "start": start, "end": end},
+        )
+        == 1
+    )
+
+
+def mark_binding(tx: Tx, reservation_id: int, *, bind_deadline: datetime) -> bool:
+    return (
+        tx.execute(
+            """
+            update reservation
+            set state = 'binding', bind_deadline = %(deadline)s, bind_attempts = bind_attempts + 1,
+                conditions = array_remove(conditions, 'waiting_for_release'), version = version + 1
+            where reservation_id = %(id)s and state = 'placed'
+            """,
+            {"id": reservation_id, "deadline": bind_deadline},
+        )
+        == 1
+    )
+
+
+def mark_active_if_bound(tx: Tx, reservation_id: int, *, now: datetime) -> bool:
+    """`binding` to `active`, if and only if every open allocation carries its node's signed evidence."""
+    return (
+        tx.execute(
+            """
+            update reservation r
+            set state = 'active', active_at = %(now)s, bind_deadline = null, version = version + 1
+            where r.reservation_id = %(id)s and r.state = 'binding'
+              and (select count(*) from allocation a
+                   where a.reservation_id = r.reservation_id and a.state = 'bound') = r.nodes
+            """,
+            {"id": reservation_id, "now": now},
+        )
+        == 1
+    )
+
+
+def mark_releasing(tx: Tx, reservation_id: int, *, cause: EndCause, detail: str, now: datetime) -> bool:
+    return (
+        tx.execute(
+            """
+            update reservation
+            set state = 'releasing', end_cause = %(cause)s, end_detail = %(detail)s, releasing_at = %(now)s,
+                bind_deadline = null, version = version + 1
+            where reservation_id = %(id)s and state in ('binding', 'active')
+            """,
+            {"id": reservation_id, "cause": cause, "detail": detail, "now": now},
+        )
+        == 1
+    )
+
+
+def mark_ended(
+    tx: Tx,
+    reservation_id: int,
+    leaving: ReservationState,
+    state: ReservationState,
+    *,
+    now: datetime,
+    cause: EndCause | None = None,
+    detail: str = "",
+) -> bool:
+    """Any of the ends. A cause that is recorded already stays."""
+    return (
+        tx.execute(
+            """
+            update reservation
+            set state = %(state)s, ended_at = %(now)s, end_cause = coalesce(end_cause, %(cause)s),
+                end_detail = case when %(detail)s = '' then end_detail else %(detail)s end,
+                pending_reason = '', bind_deadline = null, version = version + 1
+            where reservation_id = %(id)s and state = %(leaving)s
+            """,
+            {
+                "id": reservation_id,
+                "leaving": leaving,
+                "state": state,
+                "now": now,
+                "cause": cause,
+                "detail": detail,
+            },
+        )
+        == 1
+    )
+
+
+def set_condition(tx: Tx, reservation_id: int, condition: ReservationCondition, *, present: bool) -> bool:
+    """Raise or clear a condition; says whether anything changed."""
+    if present:
+        return (
+            tx.execute(
+                """
+                update reservation set conditions = array_append(conditions, %(c)s), version = version + 1
+                where reservation_id = %(id)s and not %(c)s = any(conditions)
+                """,
+                {"id": reservation_id, "c": condition},
+            )
+            == 1
+        )
+    return (
+        tx.execute(
+            """
+            update reservation set conditions = array_remove(conditions, %(c)s), version = version + 1
+            where reservation_id = %(id)s and %(c)s = any(conditions)
+            """,
+            {"id": reservation_id, "c": condition},
+        )
+        == 1
+    )
+
+
+def record_usage(tx: Tx, reservation_id: int, *, end: datetime) -> int:
+    """Write what the reservation used, from `active` to `end`; returns the number of meters written."""
+    return tx.execute(
+        """
+        insert into usage_window (reservation_id, tenant_id, project_id, pool_id, meter, quantity, during)
+        select r.reservation_id, r.tenant_id, r.project_id, r.pool_id, m.meter, m.quantity,
+               tstzrange(r.active_at, %(end)s, '[)')
+        from reservation r
+        join pool p on p.pool_id = r.pool_id
+        cross join lateral (values
+          ('gpu.' || trim(both '-' from regexp_replace(lower(coalesce(p.gpu_model, '')), '[^a-z0-9]+', '-', 'g'))
+             || '.hours', r.gpus_per_node * r.nodes),
+          ('vcpu.hours', r.vcpus_per_node * r.nodes)
+        ) as m (meter, quantity)
+        where r.reservation_id = %(id)s and r.active_at is not null and r.active_at < %(end)s and m.quantity > 0
+        """,
+        {"id": reservation_id, "end": end},
+    )
+
+
+def count_open(tx: Tx) -> dict[str, int]:
+    """Reservations that have not ended, by state."""
+    return dict(
+        tx.tuples(
+            "select state, count(*) from reservation where ended_at is null group by state order by state",
+        )
+    )
