@@ -3,7 +3,7 @@
 BIN  ?= .venv/bin
 CODE := controlplane agent shared fleetsim tests
 
-.PHONY: help format lint types layers sql test docs changelog check
+.PHONY: help format lint types layers sql schema test docs changelog check
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ layers: ## who may import whom
 
 sql: ## migrations that would lock a busy table
 	$(BIN)/squawk migrations/[0-9]*.sql
+
+schema: ## write migrations/schema.sql, the sum of the migrations
+	$(BIN)/python -m tests.support.schema_dump
 
 test: ## the whole suite, as the README runs it
 	$(BIN)/pytest -n 2
