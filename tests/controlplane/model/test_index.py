@@ -8,7 +8,7 @@ from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan, Placer, Plan, ScanPlacer, plan_placement
 from controlplane.model.refusals import PendingReason
 from tests.support.counting import count_calls
-from tests.support.fleets import HORIZON, NOW, PAIRS, SWITCH, at, book, make_node, make_request, scalars, shut, use
+from tests.support.fleets import HORIZON, NOW, PAIRS, SWITCH, book, make_node, make_request, scalars, shut, use
 
 
 def test_both_placers_offer_the_same_interface() -> None:
@@ -57,15 +57,27 @@ def test_a_coming_booking_that_spoils_a_node_puts_it_last() -> None:
     assert [fit.node.node_id for fit in index.candidates(make_request(2, hours=0.5), NOW)] == [1, 2]
 
 
-def test_maintenance_that_has_begun_is_not_missed_for_vcpus() -> None:
-    busy = replace(make_node(1, (), vcpus=4), scalars_booked=(scalars(4, 0, -1, 1),))
-    index = PoolIndex([busy, make_node(2, (), vcpus=32)])
-    plan = index.plan(make_request(vcpus=2), NOW, None)
-    assert isinstance(plan, Plan)
-    assert plan.parts[0].node_id == 2
-    assert index.plan(make_request(vcpus=30, start=0.5), at(0), None) == plan_placement(
-        make_request(vcpus=30, start=0.5), [busy, make_node(2, (), vcpus=32)], at(0), None
-    )
+def test_equally_good_nodes_come_by_id_whatever_slots_they_have_free() -> None:
+    nodes = [use(make_node(i), i % 3) for i in range(9)]
+    index = PoolIndex(reversed(nodes))
+    assert [fit.node.node_id for fit in index.candidates(make_request(4), NOW)] == list(range(9))
+
+
+def test_a_node_that_was_booked_is_filled_before_an_empty_one() -> None:
+    index = PoolIndex([make_node(1), make_node(2)])
+    elsewhere = plan_placement(make_request(1), [make_node(2)], NOW, None)
+    assert isinstance(elsewhere, Plan)
+    index.book(elsewhere)
+    assert [fit.node.node_id for fit in index.candidates(make_request(1), NOW)] == [2, 1]
+
+
+def test_vcpus_are_packed_to_the_last_one_and_around_bookings() -> None:
+    full_for_now = replace(make_node(1, (), vcpus=4), scalars_booked=(scalars(4, 0, -1, 1),))
+    index = PoolIndex([full_for_now, make_node(3, (), vcpus=32), make_node(2, (), vcpus=8)])
+    assert [fit.node.node_id for fit in index.candidates(make_request(vcpus=4), NOW)] == [2, 3]
+    assert [fit.node.node_id for fit in index.candidates(make_request(vcpus=8), NOW)] == [2, 3]
+    assert [fit.node.node_id for fit in index.candidates(make_request(vcpus=9), NOW)] == [3]
+    assert [fit.node.node_id for fit in index.candidates(make_request(vcpus=4, start=1), NOW)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("groups", [PAIRS, SWITCH])

@@ -208,6 +208,13 @@ class TestGang:
             "needs 3 nodes with 8 free GPUs each; 1 such node is free"
         )
 
+    def test_it_is_not_told_to_come_now_for_what_is_held_past_its_window(self) -> None:
+        """Each node's vCPUs are held and not booked; the one end on the calendar is later."""
+        nodes = [replace(make_node(i, (), vcpus=8), vcpus_held=8) for i in (1, 2)]
+        assert refuse(make_request(nodes=2, vcpus=8), *nodes).earliest is None
+        nodes[0] = replace(nodes[0], scalars_booked=(scalars(1, 0, 3, 5),))
+        assert refuse(make_request(nodes=2, vcpus=8), *nodes).earliest == at(5)
+
     def test_the_sentence_names_all_that_each_node_needs(self) -> None:
         request = make_request(4, nodes=2, topology="nvlink-all", vcpus=1, memory_mib=2048)
         assert refuse(request, make_node(vcpus=1)).detail == (
