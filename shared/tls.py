@@ -14,6 +14,7 @@ say nothing stop nobody. Time spent waiting for a turn is ours and does not coun
 from __future__ import annotations
 
 import hashlib
+import math
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
@@ -31,7 +32,7 @@ CLIENT_HELLO_S: Final = 5.0
 # All that a handshake may wait for the peer, the ClientHello included.
 HANDSHAKE_S: Final = 20.0
 
-# Closing forcefully does not wait for the peer, so this is never reached; a shield has to have an end.
+# A farewell that the peer does not take; closing forcefully waits for nobody, but a shield has to have an end.
 CLOSE_S: Final = 1.0
 
 
@@ -124,17 +125,20 @@ class _SteppedStream(trio.abc.Stream):
     again when it wants to send or needs more, so the turn covers exactly the CPU between.
     """
 
-    def __init__(self, inner: trio.abc.Stream, gate: HandshakeGate | None) -> None:
+    def __init__(
+        self, inner: trio.abc.Stream, gate: HandshakeGate | None, *, hello_s: float, patience_s: float
+    ) -> None:
         self._inner = inner
         self._gate = gate
         self._has_turn = False
         self._heard = False  # the peer has said something
-        self._patience_s = HANDSHAKE_S
+        self._hello_s = hello_s
+        self._patience_s = patience_s  # how long the peer may still keep us waiting
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         self.give_back()
         began = trio.current_time()
-        limit_s = self._patience_s if self._heard else min(CLIENT_HELLO_S, self._patience_s)
+        limit_s = self._patience_s if self._heard else min(self._hello_s, self._patience_s)
         try:
             with trio.fail_after(limit_s):
                 data = await self._inner.receive_some(max_bytes)
@@ -182,7 +186,8 @@ async def connect_tls(
 ) -> trio.SSLStream[trio.abc.Stream]:
     """Do the client's part of a handshake. Raises HandshakeFailed; the stream is closed then, or when cancelled.
 
-    In TLS 1.3 a server that does not accept our certificate says so after this has returned: the
+    It waits as long as the caller does, because a gateway that many come back to at once takes its
+    time. In TLS 1.3 a server that does not accept our certificate says so after this has returned: the
     first read fails then. A gate is for a process with many clients.
     """
     return await _handshake(stream, context, gate, server_side=False, server_hostname=server_hostname)
@@ -196,7 +201,10 @@ async def _handshake(
     server_side: bool,
     server_hostname: str | None,
 ) -> trio.SSLStream[trio.abc.Stream]:
-    stepped = _SteppedStream(stream, gate)
+    if server_side:
+        stepped = _SteppedStream(stream, gate, hello_s=CLIENT_HELLO_S, patience_s=HANDSHAKE_S)
+    else:
+        stepped = _SteppedStream(stream, gate, hello_s=math.inf, patience_s=math.inf)
     tls: trio.SSLStream[trio.abc.Stream] = trio.SSLStream(
         stepped,
         context,
@@ -206,13 +214,13 @@ async def _handshake(
     )
     done = False
     try:
-        await tls.do_handshake()
-        await trio.lowlevel.checkpoint()  # the last step's turn ends with this turn of the loop
+        broken = await _shake(tls)
+        if broken:
+            await _send_alert(stream, tls)
+            raise HandshakeFailed("broken", broken)
         if tls.selected_alpn_protocol() != ALPN:
             raise HandshakeFailed("alpn", str(tls.selected_alpn_protocol()))
         done = True
-    except trio.BrokenResourceError as exc:
-        raise HandshakeFailed("broken", str(exc.__cause__ or exc)) from exc
     finally:
         stepped.give_back()
         if not done:
@@ -220,6 +228,26 @@ async def _handshake(
                 await close_tls(tls)
     tls.transport_stream = stream
     return tls
+
+
+async def _shake(tls: trio.SSLStream[trio.abc.Stream]) -> str:
+    """Return what went wrong between the two, or nothing."""
+    try:
+        await tls.do_handshake()
+    except trio.BrokenResourceError as exc:
+        return str(exc.__cause__ or exc) or "broken"
+    await trio.lowlevel.checkpoint()  # the last step's turn ends with this turn of the loop
+    return ""
+
+
+async def _send_alert(stream: trio.abc.Stream, tls: trio.SSLStream[trio.abc.Stream]) -> None:
+    """Tell the peer why: `SSLStream` keeps OpenSSL's alert to itself, and an agent should learn that it has expired."""
+    alert = tls._outgoing.read()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    try:
+        with trio.move_on_after(CLOSE_S):
+            await stream.send_all(alert)
+    except (trio.BrokenResourceError, trio.ClosedResourceError):
+        return
 
 
 async def close_tls(stream: trio.abc.Stream) -> None:
