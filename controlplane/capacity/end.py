@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import announce
 from controlplane.capacity.specs import write_spec
-from controlplane.db import ledger, reservations
+from controlplane.db import ledger, quotas, reservations
 from controlplane.db.queue import enqueue
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def cancel(
 
 def give_back_quota(tx: Tx, reservation: Reservation) -> None:
     """Return what `place` took. The caller has locked the reservation."""
-    quotas = ledger.lock_quotas(tx, reservation.tenant_id, reservation.project_id, reservation.pool_id)
-    ledger.add_quota_use(
+    rows = quotas.lock_quotas(tx, reservation.tenant_id, reservation.project_id, reservation.pool_id)
+    quotas.add_quota_use(
         tx,
-        [quota.quota_id for quota in quotas],
+        [row.quota_id for row in rows],
         gpus=-reservation.gpus,
         vcpus=-reservation.vcpus_per_node * reservation.nodes,
         memory_mib=-reservation.memory_mib_per_node * reservation.nodes,

@@ -8,12 +8,12 @@ refused, and nothing changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from controlplane.capacity import end as ending
 from controlplane.capacity.place import announce
 from controlplane.db import ledger, reservations
+from controlplane.model.evidence import Applied, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
     from shared.wire import AllocationBound, AllocationFailed, AllocationReleased
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The evidence is not believed; `reason` goes to the audit."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """The evidence is taken. `news` is False for a statement that was known already."""
-
-    news: bool
 
 
 def apply_bound(

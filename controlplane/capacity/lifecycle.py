@@ -20,7 +20,7 @@ from controlplane.capacity.place import (
     placement_request,
     plan_and_lock,
 )
-from controlplane.db import ledger, reservations
+from controlplane.db import ledger, reservations, views
 from controlplane.db.queue import enqueue
 from controlplane.db.tx import CheckConflict, ExclusionConflict
 from controlplane.model.planner import NoPlan
@@ -172,10 +172,10 @@ def repair(tx: Tx, reservation: Reservation, now: datetime) -> bool:
         Contended: a guard refused the move.
     """
     booked = {booking.node_id: booking for booking in ledger.load_bookings(tx, reservation.reservation_id)}
-    views = ledger.load_node_views(tx, reservation.pool_id, list(booked))
+    nodes = views.load_node_views(tx, reservation.pool_id, list(booked))
     healthy = {id_: len(ledger.load_uuids_in(tx, id_, b.spans, healthy=True)) for id_, b in booked.items()}
-    broken = len(views) != reservation.nodes or any(
-        not view.placeable or healthy[view.node_id] < reservation.gpus_per_node for view in views
+    broken = len(nodes) != reservation.nodes or any(
+        not view.placeable or healthy[view.node_id] < reservation.gpus_per_node for view in nodes
     )
     if not broken:
         if reservations.set_condition(tx, reservation.reservation_id, "impaired", present=False):

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, cast
 
 from controlplane.capacity.specs import SpecFull, write_spec
-from controlplane.db import ledger, outbox, reservations, specs
+from controlplane.db import ledger, outbox, quotas, reservations, specs, views
 from controlplane.db.queue import enqueue
 from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
 from controlplane.model.planner import NoPlan, plan_placement
@@ -86,7 +86,7 @@ def check_quota(tx: Tx, reservation: Reservation) -> QuotaShort | list[int]:
         "vcpus": reservation.vcpus_per_node * reservation.nodes,
         "memory_mib": reservation.memory_mib_per_node * reservation.nodes,
     }
-    rows = ledger.lock_quotas(tx, reservation.tenant_id, reservation.project_id, reservation.pool_id)
+    rows = quotas.lock_quotas(tx, reservation.tenant_id, reservation.project_id, reservation.pool_id)
     for row in rows:
         for name, amount in wanted.items():
             most: int | None = getattr(row, f"{name}_max")
@@ -121,7 +121,7 @@ def place(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -
         if conflict.constraint not in GUARDS:
             raise
         raise Contended(conflict.constraint) from conflict
-    ledger.add_quota_use(
+    quotas.add_quota_use(
         tx,
         quota,
         gpus=reservation.gpus,
@@ -176,12 +176,12 @@ def plan_and_lock(
     Raises:
         Contended: they no longer take the request; others may.
     """
-    plan = plan_placement(request, ledger.load_node_views(tx, pool_id), now, horizon)
+    plan = plan_placement(request, views.load_node_views(tx, pool_id), now, horizon)
     if isinstance(plan, NoPlan):
         return plan
     node_ids = [part.node_id for part in plan.parts]
     ledger.lock_nodes(tx, node_ids)
-    plan = plan_placement(request, ledger.load_node_views(tx, pool_id, node_ids), now, None)
+    plan = plan_placement(request, views.load_node_views(tx, pool_id, node_ids), now, None)
     if isinstance(plan, NoPlan):
         raise Contended(plan.detail)
     return plan

@@ -10,112 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, SlotView
-from controlplane.model.units import Span
+from controlplane.db.spans import encode_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
     from controlplane.db.tx import Tx
-
-
-def encode_spans(spans: Sequence[Span]) -> str:
-    """A multirange literal such as ``{[0,48),[96,)}``."""
-    return "{" + ",".join(f"[{s.start},{'' if s.end is None else s.end})" for s in spans) + "}"
-
-
-def decode_spans(text: str) -> tuple[Span, ...]:
-    """Read a multirange that PostgreSQL wrote as text; the inverse of `encode_spans`."""
-    body = text.strip("{}")
-    if not body:
-        return ()
-    spans: list[Span] = []
-    for part in body.removesuffix(")").split("),"):
-        start, _, end = part.removeprefix("[").partition(",")
-        spans.append(Span(int(start), int(end) if end else None))
-    return tuple(spans)
-
-
-# --- what a planner sees ---------------------------------------------------------------------
-
-
-def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None) -> list[NodeView]:
-    """Every node of a pool that is not decommissioned (or only those named), as the planner sees them."""
-    where = {"pool": pool_id, "nodes": None if node_ids is None else list(node_ids)}
-    nodes = tx.tuples(
-        """
-        select n.node_id, n.name, n.placement_gen, n.placeable,
-               case when n.provision_state <> 'adopted' then n.provision_state
-                    when n.connectivity <> 'connected' then
-                      case n.connectivity when 'never' then 'never connected' else n.connectivity end
-                    when n.draining then 'draining' when n.cordoned then 'cordoned' else '' end,
-               coalesce(c.vcpu_total, 0), coalesce(c.memory_mib_total, 0),
-               coalesce(c.vcpu_held, 0), coalesce(c.memory_mib_held, 0)
-        from node n left join node_capacity c using (node_id)
-        where n.pool_id = %(pool)s and n.provision_state <> 'decommissioned'
-          and (%(nodes)s::int4[] is null or n.node_id = any(%(nodes)s))
-        order by n.node_id
-        """,
-        where,
-    )
-    slots: dict[int, list[SlotView]] = {}
-    for node_id, slot, uuid, healthy, group in tx.tuples(
-        """
-        select d.node_id, d.slot, d.uuid, d.health = 'healthy', d.nvlink_group
-        from device d join node n using (node_id)
-        where n.pool_id = %(pool)s and d.retired_at is null
-          and (%(nodes)s::int4[] is null or d.node_id = any(%(nodes)s))
-        order by d.node_id, d.slot
-        """,
-        where,
-    ):
-        slots.setdefault(node_id, []).append(SlotView(slot, uuid, healthy, group))
-    booked: dict[int, list[Booked]] = {}
-    scalars: dict[int, list[ScalarBooked]] = {}
-    for node_id, spans, start, end, vcpus, memory_mib in tx.tuples(
-        """
-        select node_id, spans::text, lower(during), upper(during), vcpus, memory_mib
-        from booking
-        where pool_id = %(pool)s and live and (%(nodes)s::int4[] is null or node_id = any(%(nodes)s))
-        order by node_id, booking_id
-        """,
-        where,
-    ):
-        if spans != "{}":
-            booked.setdefault(node_id, []).append(Booked(decode_spans(spans), start, end))
-        if vcpus or memory_mib:
-            scalars.setdefault(node_id, []).append(ScalarBooked(vcpus, memory_mib, start, end))
-    held: dict[int, list[Span]] = {}
-    for node_id, spans in tx.tuples(
-        """
-        select a.node_id, a.spans::text
-        from allocation a join node n using (node_id)
-        where n.pool_id = %(pool)s and a.released_at is null
-          and (%(nodes)s::int4[] is null or a.node_id = any(%(nodes)s))
-        order by a.node_id, a.allocation_id
-        """,
-        where,
-    ):
-        held.setdefault(node_id, []).extend(decode_spans(spans))
-    return [
-        NodeView(
-            node_id=node_id,
-            name=name,
-            placement_gen=placement_gen,
-            placeable=placeable,
-            why_not=why_not,
-            slots=tuple(slots.get(node_id, ())),
-            booked=tuple(booked.get(node_id, ())),
-            held=tuple(held.get(node_id, ())),
-            vcpus=vcpus,
-            memory_mib=memory_mib,
-            scalars_booked=tuple(scalars.get(node_id, ())),
-            vcpus_held=vcpus_held,
-            memory_mib_held=memory_mib_held,
-        )
-        for node_id, name, placement_gen, placeable, why_not, vcpus, memory_mib, vcpus_held, memory_mib_held in nodes
-    ]
+    from controlplane.model.units import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,46 +414,3 @@ def load_live_on(tx: Tx, node_id: int) -> list[int]:
             {"node": node_id},
         )
     ]
-
-
-# --- quota -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaRow:
-    quota_id: int
-    public_id: str
-    gpus_max: int | None
-    vcpus_max: int | None
-    memory_mib_max: int | None
-    gpus_used: int
-    vcpus_used: int
-    memory_mib_used: int
-
-
-def lock_quotas(tx: Tx, tenant_id: int, project_id: int | None, pool_id: int) -> list[QuotaRow]:
-    """The quotas that a reservation counts against, locked in id order."""
-    return tx.rows(
-        QuotaRow,
-        """
-        select quota_id, public_id, gpus_max, vcpus_max, memory_mib_max, gpus_used, vcpus_used, memory_mib_used
-        from quota
-        where tenant_id = %(tenant)s and (project_id is null or project_id = %(project)s)
-          and (pool_id is null or pool_id = %(pool)s)
-        order by quota_id for no key update
-        """,
-        {"tenant": tenant_id, "project": project_id, "pool": pool_id},
-    )
-
-
-def add_quota_use(tx: Tx, quota_ids: Sequence[int], *, gpus: int, vcpus: int, memory_mib: int) -> None:
-    """Add to (or with negative numbers give back from) locked quotas."""
-    tx.execute(
-        """
-        update quota
-        set gpus_used = gpus_used + %(gpus)s, vcpus_used = vcpus_used + %(vcpus)s,
-            memory_mib_used = memory_mib_used + %(memory)s
-        where quota_id = any(%(ids)s)
-        """,
-        {"ids": list(quota_ids), "gpus": gpus, "vcpus": vcpus, "memory": memory_mib},
-    )

@@ -1,0 +1,41 @@
+"""The reservation reconciler: does what the clock or a release makes due, for one reservation at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controlplane.capacity.lifecycle import step
+from controlplane.db.reservations import page_open
+from controlplane.queue.outcome import Again, Done
+from controlplane.reconcilers.reconciler import Reconciler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controlplane.capacity.place import LedgerTools
+    from controlplane.db.notify import Doorbell
+    from controlplane.db.pool import Database
+    from controlplane.queue.outcome import Outcome
+
+
+def reservation_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -> Reconciler:
+    """Window opens, bind times out, window closes, queue deadline passes, draft is forgotten."""
+
+    async def reconcile(key: str) -> Outcome:
+        due = await db.run_tx(step, tools, int(key))
+        for channel in ("bc_events", "bc_gateway", "bc_work"):
+            doorbell.ring(channel)
+        return Done() if due is None else Again(due.total_seconds())
+
+    async def list_keys(after: str, limit: int) -> Sequence[str]:
+        ids = await db.run_tx(page_open, int(after or 0), limit)
+        return [str(reservation_id) for reservation_id in ids]
+
+    return Reconciler(
+        name="reservations",
+        queue="reservation",
+        role="controllers",
+        reconcile=reconcile,
+        list_keys=list_keys,
+        concurrency=4,
+    )
