@@ -22,6 +22,7 @@ from controlplane.capacity.place import (
 )
 from controlplane.db import ledger, reservations, views
 from controlplane.db.queue import enqueue
+from controlplane.db.time import load_now
 from controlplane.db.tx import CheckConflict, ExclusionConflict
 from controlplane.model.planner import NoPlan
 
@@ -55,7 +56,7 @@ def step(tx: Tx, tools: LedgerTools, reservation_id: int) -> timedelta | None:
     reservation = reservations.lock_reservation(tx, reservation_id)
     if reservation is None or reservation.ended_at is not None:
         return NOTHING_DUE
-    now: datetime = tx.value("select compute_now()")
+    now = load_now(tx)
     return _STEPS[reservation.state](tx, tools, reservation, now)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import Placed, QuotaShort, announce, place
 from controlplane.db import reservations
+from controlplane.db.time import load_now
 
 if TYPE_CHECKING:
     from controlplane.capacity.place import LedgerTools
@@ -61,7 +62,7 @@ def place_queued(
 
 
 def _try(tx: Tx, tools: LedgerTools, reservation: Reservation, shape: tuple[object, ...]) -> StillWaiting | None:
-    placed = place(tx, tools, reservation, tx.value("select compute_now()"))
+    placed = place(tx, tools, reservation, load_now(tx))
     if isinstance(placed, Placed):
         return None
     # a quota is the tenant's own matter: it says nothing about others of the same shape

@@ -92,7 +92,7 @@ class NewReservation:
 
 def insert_draft(tx: Tx, new: NewReservation) -> int:
     """Store a draft, which holds nothing; returns its reservation_id."""
-    return tx.value(
+    (row,) = tx.tuples(
         """
         insert into reservation
           (public_id, tenant_id, project_id, pool_id, offering_id, name, nodes, gpus_per_node, vcpus_per_node,
@@ -105,6 +105,7 @@ def insert_draft(tx: Tx, new: NewReservation) -> int:
         """,
         {name: getattr(new, name) for name in NewReservation.__slots__},
     )
+    return int(row[0])
 
 
 def load_reservation(tx: Tx, reservation_id: int) -> Reservation | None:

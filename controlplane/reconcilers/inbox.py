@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity import evidence
 from controlplane.db import audit, inbox, ledger, reservations
+from controlplane.db.time import load_now
 from controlplane.fleet.commands import apply_command_update
 from controlplane.model.evidence import Applied, Refused
 from controlplane.queue.outcome import Again, Done
@@ -55,7 +56,7 @@ def node_verifier(keys: NodeKeys) -> Verifier:
 def process_report(tx: Tx, tools: LedgerTools, report: StoredReport) -> Applied | Refused:
     """Verify one report, apply it, and take it out of the inbox."""
     keys = inbox.load_node_keys(tx, report.node_id)
-    now: datetime = tx.value("select compute_now()")
+    now = load_now(tx)
     if keys is None:
         result: Applied | Refused = Refused("no such node")
     else:
