@@ -837,29 +837,70 @@ create table usage_window (
 create table usage_window_default partition of usage_window default;
 create index usage_window_reservation on usage_window (reservation_id);
 
--- Makes this month's and the next two months' partitions. Runs after migrations and daily.
+-- Makes this month's and the next two months' partitions. Runs after migrations and daily. Rows that
+-- came while a month had none (no worker ran for a quarter) are in the default partition, which
+-- would refuse the new one; they move.
 create function compute_housekeeping() returns void
 language plpgsql security definer
 set search_path = public, pg_temp
 as $$
 declare
-  parent text;
+  history record;
   month timestamptz;
   part text;
 begin
-  foreach parent in array array['audit_event', 'inventory_snapshot', 'usage_window', 'booking_history'] loop
+  for history in
+    select * from (values ('audit_event', 'at'), ('inventory_snapshot', 'taken_at'),
+                          ('usage_window', 'recorded_at'), ('booking_history', 'closed_at')) h (parent, at)
+  loop
     for i in 0..2 loop
       month := date_trunc('month', compute_now() at time zone 'UTC') at time zone 'UTC' + make_interval(months => i);
-      part := format('%s_%s', parent, to_char(month at time zone 'UTC', 'YYYYMM'));
+      part := format('%s_%s', history.parent, to_char(month at time zone 'UTC', 'YYYYMM'));
       if to_regclass('public.' || part) is null then
-        execute format('create table %I partition of %I for values from (%L) to (%L)',
-                       part, parent, month, month + make_interval(months => 1));
+        execute format('create table %I (like %I including defaults including constraints)', part, history.parent);
+        execute format('with late as (delete from %I where %I >= %L and %I < %L returning *) insert into %I select * from late',
+                       history.parent || '_default', history.at, month, history.at, month + make_interval(months => 1), part);
+        execute format('alter table %I attach partition %I for values from (%L) to (%L)',
+                       history.parent, part, month, month + make_interval(months => 1));
       end if;
     end loop;
   end loop;
 end $$;
 revoke execute on function compute_housekeeping() from public;
 grant execute on function compute_housekeeping() to bc_worker;
+
+-- Drops a history table's months that ended at least `p_keep_months` months before this one began, and
+-- as old rows of its default partition; returns the number of months. The only way in which
+-- a worker can drop anything.
+create function compute_drop_months(p_parent text, p_keep_months int) returns int
+language plpgsql security definer
+set search_path = public, pg_temp
+as $$
+declare
+  keep_from timestamptz := date_trunc('month', compute_now() at time zone 'UTC') at time zone 'UTC'
+                           - make_interval(months => p_keep_months);
+  history_at text := case p_parent when 'audit_event' then 'at' when 'inventory_snapshot' then 'taken_at'
+                                   when 'usage_window' then 'recorded_at' when 'booking_history' then 'closed_at' end;
+  part text;
+  dropped int := 0;
+begin
+  if history_at is null or p_keep_months < 1 then
+    raise invalid_parameter_value using message = format('no months of %s to drop beyond %s', p_parent, p_keep_months);
+  end if;
+  for part in
+    select c.relname from pg_inherits i join pg_class c on c.oid = i.inhrelid
+    where i.inhparent = p_parent::regclass and c.relname ~ (p_parent || '_[0-9]{6}$')
+      and right(c.relname, 6) < to_char(keep_from at time zone 'UTC', 'YYYYMM')
+    order by c.relname
+  loop
+    execute format('drop table %I', part);
+    dropped := dropped + 1;
+  end loop;
+  execute format('delete from %I where %I < %L', p_parent || '_default', history_at, keep_from);
+  return dropped;
+end $$;
+revoke execute on function compute_drop_months(text, int) from public;
+grant execute on function compute_drop_months(text, int) to bc_worker;
 
 -- --- grants ----------------------------------------------------------------------------------
 grant select, insert, update, delete on all tables in schema public to bc_api, bc_worker;
