@@ -26,20 +26,20 @@ trio program and starts the server again if it dies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import queue
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypedDict
+from typing import TYPE_CHECKING, Self
 
 import psycopg
 import structlog
@@ -92,22 +92,10 @@ WATCH_PERIOD_S = 0.5
 RESTARTS_MAX = 5
 RESTARTS_WINDOW_S = 60.0
 
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl  # looked up before any fork: the child of a threaded program must not load anything
+_LAUNCH = str(Path(__file__).with_name("embedded_launch.py"))
 _NO_SPACE = "No space left on device"
 _LEFTOVER_BACKENDS = "pre-existing shared memory block"
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}
-
-
-class _ChildOptions(TypedDict):
-    cwd: str
-    env: dict[str, str]
-    umask: int
-    start_new_session: bool
-    preexec_fn: Callable[[], None]
-    user: int | None
-    group: int | None
-    extra_groups: list[int] | None
 
 
 def _never_cancelled() -> None:
@@ -343,15 +331,20 @@ class EmbeddedPostgres:
 
     def _spawn(self, log_fd: int) -> subprocess.Popen[bytes]:
         settings = self._settings | {"unix_socket_directories": str(socket_dir(self.state_dir))}
-        command = [str(self.binaries.bindir / "postgres"), "-D", str(self.data_dir)]
-        for name, value in settings.items():
-            command += ["-c", f"{name}={value}"]
+        arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        command = self._command(self.binaries.bindir / "postgres", "-D", str(self.data_dir), *arguments)
         started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
 
         def own() -> None:
             try:
                 process = subprocess.Popen(  # noqa: S603 - our own command line
-                    command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, **self._child_options()
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_fd,
+                    stderr=log_fd,
+                    cwd="/",
+                    env=_ENVIRONMENT,
+                    start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
                 )
             except Exception as exc:  # noqa: BLE001 - handed to the caller, who raises it
                 started.put(exc)
@@ -390,37 +383,23 @@ class EmbeddedPostgres:
     # --- children -----------------------------------------------------------------------------
 
     def _runs(self, bindir: Path) -> bool:
-        try:
-            return self._run(bindir / "postgres", "--version").returncode == 0
-        except PermissionError:
-            return False
+        return self._run(bindir / "postgres", "--version").returncode == 0
 
     def _run(self, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(program), *arguments]
         return subprocess.run(  # noqa: S603 - programs of the installation, and test(1)
-            command, capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S, **self._child_options()
+            self._command(program, *arguments),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=START_TIMEOUT_S,
+            cwd="/",
+            env=_ENVIRONMENT,
+            start_new_session=True,
         )
 
-    def _child_options(self) -> _ChildOptions:
-        owner = os.getpid()
-
-        def die_with_owner() -> None:
-            # Runs after the change of user, which would have cleared it, and between fork and exec,
-            # where only async-signal-safe work is sound: two system calls.
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
-            if os.getppid() != owner:
-                os._exit(1)  # the owner died before the call above
-
-        return {
-            "cwd": "/",
-            "env": _ENVIRONMENT,
-            "umask": 0o077,
-            "start_new_session": True,  # a Ctrl-C at the terminal is the owner's to handle
-            "preexec_fn": die_with_owner,
-            "user": self._user.uid if self._user else None,
-            "group": self._user.gid if self._user else None,
-            "extra_groups": [] if self._user else None,
-        }
+    def _command(self, program: Path, *arguments: str) -> list[str]:
+        user = f"{self._user.uid}:{self._user.gid}" if self._user else "-"
+        return [sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()), user, str(program), *arguments]
 
     # --- errors -------------------------------------------------------------------------------
 

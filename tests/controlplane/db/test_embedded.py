@@ -396,8 +396,9 @@ async def test_a_server_that_dies_is_started_again(place: Path) -> None:
         first = server.pid
         os.kill(first, signal.SIGKILL)
         with trio.fail_after(DEATH_TIMEOUT_S):
+            await trio.lowlevel.checkpoint()
             while server.pid == first or not accepts(server.dsn()):  # noqa: ASYNC110 - another process
-                await trio.sleep(0.02)
+                await trio.sleep(0.02)  # sleeps: another process comes up
         assert value(server.dsn(), "select n from kept") == 7
         last = servers_of(server.data_dir)
     assert last

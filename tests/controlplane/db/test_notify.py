@@ -46,12 +46,14 @@ class Ear:
 
     async def wait_last(self) -> list[tuple[str, str]]:
         with trio.fail_after(WAIT_S):
+            await trio.lowlevel.checkpoint()
             while not self.heard or self.heard[-1][1] != LAST:
                 await self._changed.wait()
         return self.heard[:-1]
 
     async def wait_reconnect(self) -> None:
         with trio.fail_after(WAIT_S):
+            await trio.lowlevel.checkpoint()
             while not self.reconnects:
                 await self._changed.wait()
 
@@ -97,6 +99,7 @@ async def test_too_many_payloads_become_everything(scratch: str) -> None:
             doorbell.ring("work", str(n))
         await trio.testing.wait_all_tasks_blocked()
         with trio.fail_after(WAIT_S):
+            await trio.lowlevel.checkpoint()
             while not ear.heard:
                 await ear._changed.wait()
         assert ear.heard == [("work", EVERYTHING)]
