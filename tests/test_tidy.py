@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "controlplane", "agent", "fleetsim")
 MODULES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-MIGRATIONS = sorted((ROOT / "migrations").glob("*.sql"))
+MIGRATIONS = sorted((ROOT / "migrations").glob("[0-9]*.sql"))
 
 # Beyond these a reader no longer holds the whole in view.
 MODULE_LINES_MAX = 500
