@@ -1,0 +1,372 @@
+"""What lives in a tenant: projects, quotas, offerings.
+
+Functions that read take `within`, the tenants that the caller may know of (None is all): a record
+of any other tenant is as good as none. Projects and offerings are deleted softly, as
+`controlplane.db.places` describes; a quota is deleted for good. Changes are guarded by `version`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from controlplane.db.tx import Tx
+
+_SELECT_PROJECT = """
+  select p.project_id, p.public_id, p.tenant_id, t.slug as tenant_slug, p.slug, p.name, p.version, p.created_at
+  from project p join iam.tenant t using (tenant_id)
+"""
+_SELECT_QUOTA = """
+  select q.quota_id, q.public_id, q.tenant_id, t.slug as tenant_slug, t.parent_id as tenant_parent_id, q.project_id,
+         j.slug as project_slug, q.pool_id, p.slug as pool_slug, q.gpus_max, q.vcpus_max, q.memory_mib_max,
+         q.gpus_used, q.vcpus_used, q.memory_mib_used, q.version, q.created_at
+  from quota q join iam.tenant t using (tenant_id)
+  left join project j using (project_id) left join pool p on p.pool_id = q.pool_id
+"""
+_SELECT_OFFERING = """
+  select o.offering_id, o.public_id, o.tenant_id, t.slug as tenant_slug, o.pool_id, p.slug as pool_slug, o.slug,
+         o.name, o.gpus, o.vcpus, o.memory_mib, o.meter, o.version, o.created_at
+  from offering o join iam.tenant t using (tenant_id) join pool p on p.pool_id = o.pool_id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """A part of a tenant's work."""
+
+    project_id: int
+    public_id: str
+    tenant_id: int
+    tenant_slug: str
+    slug: str
+    name: str
+    version: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant or one project may hold at once, in all pools or one; a maximum of None is no limit."""
+
+    quota_id: int
+    public_id: str
+    tenant_id: int
+    tenant_slug: str
+    tenant_parent_id: int | None
+    project_id: int | None
+    project_slug: str | None
+    pool_id: int | None
+    pool_slug: str | None
+    gpus_max: int | None
+    vcpus_max: int | None
+    memory_mib_max: int | None
+    gpus_used: int
+    vcpus_used: int
+    memory_mib_used: int
+    version: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """A named size that can be asked for."""
+
+    offering_id: int
+    public_id: str
+    tenant_id: int
+    tenant_slug: str
+    pool_id: int
+    pool_slug: str
+    slug: str
+    name: str
+    gpus: int
+    vcpus: int
+    memory_mib: int
+    meter: str
+    version: int
+    created_at: datetime
+
+
+def _filter(within: Sequence[int] | None) -> list[int] | None:
+    return None if within is None else list(within)
+
+
+# --- projects ----------------------------------------------------------------------------------
+
+
+def find_projects(tx: Tx, ref: str, *, tenant_id: int | None, within: Sequence[int] | None) -> list[Project]:
+    """Return the project with a public id, or those with a slug: two tenants may use the same one."""
+    return tx.rows(
+        Project,
+        _SELECT_PROJECT
+        + """
+        where p.deleted_at is null and (p.public_id = %(ref)s or p.slug = %(ref)s)
+          and (%(tenant_id)s::int4 is null or p.tenant_id = %(tenant_id)s)
+          and (%(within)s::int4[] is null or p.tenant_id = any (%(within)s::int4[]))
+        order by p.project_id limit 2
+        """,
+        {"ref": ref, "tenant_id": tenant_id, "within": _filter(within)},
+    )
+
+
+def list_projects(
+    tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, after: int, limit: int
+) -> list[Project]:
+    """Return projects with a key beyond `after`, in the order in which they were made."""
+    return tx.rows(
+        Project,
+        _SELECT_PROJECT
+        + """
+        where p.deleted_at is null and p.project_id > %(after)s
+          and (%(tenant_id)s::int4 is null or p.tenant_id = %(tenant_id)s)
+          and (%(within)s::int4[] is null or p.tenant_id = any (%(within)s::int4[]))
+        order by p.project_id limit %(limit)s
+        """,
+        {"tenant_id": tenant_id, "within": _filter(within), "after": after, "limit": limit},
+    )
+
+
+def project_slugs(tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, limit: int) -> list[str]:
+    """Return slugs, for suggestions."""
+    found = tx.tuples(
+        """
+        select slug from project
+        where deleted_at is null and (%(tenant_id)s::int4 is null or tenant_id = %(tenant_id)s)
+          and (%(within)s::int4[] is null or tenant_id = any (%(within)s::int4[]))
+        order by slug limit %(limit)s
+        """,
+        {"tenant_id": tenant_id, "within": _filter(within), "limit": limit},
+    )
+    return [slug for (slug,) in found]
+
+
+def insert_project(tx: Tx, *, public_id: str, tenant_id: int, slug: str, name: str) -> None:
+    """Add a project; raises UniqueConflict for a slug that the tenant has used."""
+    tx.execute(
+        "insert into project (public_id, tenant_id, slug, name) values (%s, %s, %s, %s)",
+        (public_id, tenant_id, slug, name),
+    )
+
+
+def update_project(tx: Tx, project_id: int, *, version: int, name: str) -> bool:
+    """Rename a project; False if its version has moved."""
+    changed = tx.execute(
+        """
+        update project set name = %s, version = version + 1
+        where project_id = %s and version = %s and deleted_at is null
+        """,
+        (name, project_id, version),
+    )
+    return changed == 1
+
+
+def project_dependents(tx: Tx, project_id: int) -> list[tuple[str, int]]:
+    """Lock a project and count what hangs on it, as (what, how many), nothing for a count of 0."""
+    tx.execute("select from project where project_id = %s for update", (project_id,))
+    return tx.tuples(
+        """
+        select what, n from (values
+          ('reservations', (select count(*) from reservation where project_id = %(id)s and ended_at is null)),
+          ('quotas', (select count(*) from quota where project_id = %(id)s))
+        ) as dependent (what, n) where n > 0
+        """,
+        {"id": project_id},
+    )
+
+
+def delete_project(tx: Tx, project_id: int, *, version: int) -> bool:
+    """Delete a project on which nothing hangs; False if its version has moved."""
+    changed = tx.execute(
+        """
+        update project set deleted_at = compute_now(), slug = slug || '~' || project_id, version = version + 1
+        where project_id = %s and version = %s and deleted_at is null
+        """,
+        (project_id, version),
+    )
+    return changed == 1
+
+
+# --- quotas ------------------------------------------------------------------------------------
+
+
+def find_quota(tx: Tx, public_id: str, *, within: Sequence[int] | None) -> Quota | None:
+    """Return a quota by public id."""
+    return tx.row(
+        Quota,
+        _SELECT_QUOTA
+        + """
+        where q.public_id = %(ref)s and (%(within)s::int4[] is null or q.tenant_id = any (%(within)s::int4[]))
+        """,
+        {"ref": public_id, "within": _filter(within)},
+    )
+
+
+def list_quotas(tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, after: int, limit: int) -> list[Quota]:
+    """Return quotas with a key beyond `after`, in the order in which they were made."""
+    return tx.rows(
+        Quota,
+        _SELECT_QUOTA
+        + """
+        where q.quota_id > %(after)s and (%(tenant_id)s::int4 is null or q.tenant_id = %(tenant_id)s)
+          and (%(within)s::int4[] is null or q.tenant_id = any (%(within)s::int4[]))
+        order by q.quota_id limit %(limit)s
+        """,
+        {"tenant_id": tenant_id, "within": _filter(within), "after": after, "limit": limit},
+    )
+
+
+def insert_quota(
+    tx: Tx,
+    *,
+    public_id: str,
+    tenant_id: int,
+    project_id: int | None,
+    pool_id: int | None,
+    gpus_max: int | None,
+    vcpus_max: int | None,
+    memory_mib_max: int | None,
+) -> None:
+    """Add a quota that counts what is held already; raises UniqueConflict if there is one for the same."""
+    # Whoever books now either is counted below or waits and then finds the new row; between the two
+    # a hold would be given back to a quota that it was never taken from.
+    tx.execute("lock table quota in exclusive mode")
+    tx.execute(
+        """
+        insert into quota (public_id, tenant_id, project_id, pool_id, gpus_max, vcpus_max, memory_mib_max,
+                           gpus_used, vcpus_used, memory_mib_used)
+        select %(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(gpus_max)s, %(vcpus_max)s,
+               %(memory_mib_max)s, coalesce(sum(gpus_per_node * nodes), 0), coalesce(sum(vcpus_per_node * nodes), 0),
+               coalesce(sum(memory_mib_per_node * nodes), 0)
+        from reservation
+        where tenant_id = %(tenant_id)s and state in ('placed', 'binding', 'active', 'releasing')
+          and (%(project_id)s::int4 is null or project_id = %(project_id)s)
+          and (%(pool_id)s::int4 is null or pool_id = %(pool_id)s)
+        """,
+        {
+            "public_id": public_id,
+            "tenant_id": tenant_id,
+            "project_id": project_id,
+            "pool_id": pool_id,
+            "gpus_max": gpus_max,
+            "vcpus_max": vcpus_max,
+            "memory_mib_max": memory_mib_max,
+        },
+    )
+
+
+def update_quota(
+    tx: Tx, quota_id: int, *, version: int, gpus_max: int | None, vcpus_max: int | None, memory_mib_max: int | None
+) -> bool:
+    """Set the three maxima; below what is used now is allowed. False if its version has moved."""
+    changed = tx.execute(
+        """
+        update quota set gpus_max = %s, vcpus_max = %s, memory_mib_max = %s, version = version + 1
+        where quota_id = %s and version = %s
+        """,
+        (gpus_max, vcpus_max, memory_mib_max, quota_id, version),
+    )
+    return changed == 1
+
+
+def delete_quota(tx: Tx, quota_id: int, *, version: int) -> bool:
+    """Delete a quota; False if its version has moved."""
+    return tx.execute("delete from quota where quota_id = %s and version = %s", (quota_id, version)) == 1
+
+
+# --- offerings ---------------------------------------------------------------------------------
+
+
+def find_offerings(tx: Tx, ref: str, *, tenant_id: int | None, within: Sequence[int] | None) -> list[Offering]:
+    """Return the offering with a public id, or those with a slug: two tenants may use the same one."""
+    return tx.rows(
+        Offering,
+        _SELECT_OFFERING
+        + """
+        where o.deleted_at is null and (o.public_id = %(ref)s or o.slug = %(ref)s)
+          and (%(tenant_id)s::int4 is null or o.tenant_id = %(tenant_id)s)
+          and (%(within)s::int4[] is null or o.tenant_id = any (%(within)s::int4[]))
+        order by o.offering_id limit 2
+        """,
+        {"ref": ref, "tenant_id": tenant_id, "within": _filter(within)},
+    )
+
+
+def list_offerings(
+    tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, after: int, limit: int
+) -> list[Offering]:
+    """Return offerings with a key beyond `after`, in the order in which they were made."""
+    return tx.rows(
+        Offering,
+        _SELECT_OFFERING
+        + """
+        where o.deleted_at is null and o.offering_id > %(after)s
+          and (%(tenant_id)s::int4 is null or o.tenant_id = %(tenant_id)s)
+          and (%(within)s::int4[] is null or o.tenant_id = any (%(within)s::int4[]))
+        order by o.offering_id limit %(limit)s
+        """,
+        {"tenant_id": tenant_id, "within": _filter(within), "after": after, "limit": limit},
+    )
+
+
+def insert_offering(
+    tx: Tx,
+    *,
+    public_id: str,
+    tenant_id: int,
+    pool_id: int,
+    slug: str,
+    name: str,
+    gpus: int,
+    vcpus: int,
+    memory_mib: int,
+    meter: str,
+) -> None:
+    """Add an offering; raises UniqueConflict for a slug that the tenant has used."""
+    tx.execute(
+        """
+        insert into offering (public_id, tenant_id, pool_id, slug, name, gpus, vcpus, memory_mib, meter)
+        values (%s, %s, %s, %s, %s, %s, %s, %s, %s)
+        """,
+        (public_id, tenant_id, pool_id, slug, name, gpus, vcpus, memory_mib, meter),
+    )
+
+
+def update_offering(tx: Tx, offering_id: int, *, version: int, name: str, meter: str) -> bool:
+    """Change what does not change a size; False if its version has moved."""
+    changed = tx.execute(
+        """
+        update offering set name = %s, meter = %s, version = version + 1
+        where offering_id = %s and version = %s and deleted_at is null
+        """,
+        (name, meter, offering_id, version),
+    )
+    return changed == 1
+
+
+def offering_dependents(tx: Tx, offering_id: int) -> list[tuple[str, int]]:
+    """Lock an offering and count what hangs on it, as (what, how many), nothing for a count of 0."""
+    tx.execute("select from offering where offering_id = %s for update", (offering_id,))
+    return tx.tuples(
+        """
+        select what, n from (values
+          ('reservations', (select count(*) from reservation where offering_id = %(id)s and ended_at is null))
+        ) as dependent (what, n) where n > 0
+        """,
+        {"id": offering_id},
+    )
+
+
+def delete_offering(tx: Tx, offering_id: int, *, version: int) -> bool:
+    """Delete an offering on which nothing hangs; False if its version has moved."""
+    changed = tx.execute(
+        """
+        update offering set deleted_at = compute_now(), slug = slug || '~' || offering_id, version = version + 1
+        where offering_id = %s and version = %s and deleted_at is null
+        """,
+        (offering_id, version),
+    )
+    return changed == 1
