@@ -75,7 +75,7 @@ class Core:
         self.client_side = client_side
         self.authority = authority
         self._connection = Connection(client_side=client_side)
-        self._lanes: dict[Lane, LaneStream] = {name: LaneStream(name) for name in LANES}
+        self._lanes: dict[Lane, LaneStream] = {name: LaneStream(name) for name in LANES}  # by priority
         self._lanes_by_stream: dict[int, LaneStream] = {}
         self._exchanges = Exchanges(self._connection, client_side=client_side)
         self._received: list[h2.events.Event] = []  # not looked at yet, newest first
@@ -389,9 +389,8 @@ class Core:
     def _pump(self) -> None:
         """Move what may be sent now into h2: one pass, by priority."""
         room = limits.PASS_BYTES_MAX
-        for name in LANES:
-            stream = self._lanes[name]
-            if stream.state in (LaneState.OPEN, LaneState.ENDING):
+        for name, stream in self._lanes.items():
+            if stream.outbox.sendable or stream.state is LaneState.ENDING:
                 room -= self._pump_lane(stream, min(room, limits.BULK_PASS_BYTES_MAX) if name == "bulk" else room)
             if name == "control":
                 room -= self._exchanges.pump(room)

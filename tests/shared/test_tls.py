@@ -87,6 +87,7 @@ async def test_the_peer_is_who_its_certificate_names(fleet: Fleet):
     assert len(identity.fingerprint) == 64
     assert server.version() == "TLSv1.3"
     assert not server.session_reused
+    assert server.context.num_tickets == 0
 
 
 async def test_without_a_certificate_there_is_a_session_and_no_identity(fleet: Fleet):
