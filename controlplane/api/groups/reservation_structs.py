@@ -1,0 +1,208 @@
+"""What the reservations group takes and gives."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from controlplane.api.calls import Idempotent, Input, ListInput
+from controlplane.db.reservation_views import load_names, load_parts
+from controlplane.model.states import ReservationState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controlplane.db.reservation_views import Names, PlacedPart
+    from controlplane.db.reservations import Reservation
+    from controlplane.db.tx import Tx
+
+# One request books at most this much; a larger one is several reservations. Keeps the arithmetic in an int4.
+AMOUNT_MAX = 1_000_000
+MEMORY_MIB_MAX = 2**40
+DURATION_S_MAX = 3650 * 86_400
+
+Gpus = Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="GPUs over all nodes.")]
+
+
+class Asked(Input, frozen=True, kw_only=True):
+    """What is asked for. Amounts are totals over all nodes."""
+
+    pool: Annotated[str | None, msgspec.Meta(max_length=64, description="Id or slug of the pool.")] = None
+    offering: Annotated[
+        str | None, msgspec.Meta(max_length=64, description="Id or slug of an offering, in place of pool and amounts.")
+    ] = None
+    gpus: Gpus | None = None
+    nodes: Annotated[int | None, msgspec.Meta(description="How many nodes the amounts are divided over.")] = None
+    topology: Annotated[
+        str, msgspec.Meta(description="`any`, or `nvlink-all` for GPUs that all reach each other by NVLink.")
+    ] = "any"
+    whole_node: Annotated[bool, msgspec.Meta(description="Nodes that nobody else uses.")] = False
+    vcpus: Annotated[int | None, msgspec.Meta(le=AMOUNT_MAX)] = None
+    memory_mib: Annotated[int | None, msgspec.Meta(le=MEMORY_MIB_MAX)] = None
+    start: Annotated[datetime | None, msgspec.Meta(description="When; left out is as soon as possible.")] = None
+    duration_s: Annotated[
+        int | None, msgspec.Meta(le=DURATION_S_MAX, description="How long, in seconds; left out is open-ended.")
+    ] = None
+
+
+class CreateInput(Asked, Idempotent, frozen=True, kw_only=True):
+    """A new reservation."""
+
+    tenant: Annotated[str | None, msgspec.Meta(max_length=64, description="Id or slug; left out is your own.")] = None
+    project: Annotated[str | None, msgspec.Meta(max_length=64)] = None
+    name: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    queue: Annotated[
+        bool, msgspec.Meta(description="Wait for room if there is none; otherwise the answer is SOLD_OUT.")
+    ] = True
+    queue_for_s: Annotated[
+        int | None, msgspec.Meta(le=DURATION_S_MAX, description="How long to wait at most, in seconds.")
+    ] = None
+
+
+class PreviewInput(Asked, frozen=True, kw_only=True):
+    """A request that is planned and not booked."""
+
+
+class PreviewOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and when the request would be placed if it were made now."""
+
+    fits: bool
+    start: datetime | None
+    end: datetime | None
+    nodes: list[str]
+    reason: str
+
+
+class GetInput(Input, frozen=True, kw_only=True):
+    id: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class ReservationListInput(ListInput, frozen=True, kw_only=True):
+    pool: Annotated[str | None, msgspec.Meta(max_length=64)] = None
+    states: Annotated[list[ReservationState] | None, msgspec.Meta(max_length=11)] = None
+
+
+class ReleaseInput(Idempotent, frozen=True, kw_only=True):
+    id: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class EvictInput(ReleaseInput, frozen=True, kw_only=True):
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=500, description="Told to the holder.")]
+
+
+class MoveEndInput(Idempotent, frozen=True, kw_only=True):
+    """Another end. `end` must be later than now and, to extend, later than the end there is."""
+
+    id: Annotated[str, msgspec.Meta(max_length=64)]
+    end: datetime
+
+
+class PartView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reservation has of one node."""
+
+    node: str
+    node_name: str
+    connectivity: str
+    allocation: str | None
+    state: str
+    gpu_uuids: list[str]
+    cdi_device: str
+    vcpus: int
+    memory_mib: int
+    release_evidence: str | None
+
+
+class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
+    """A reservation. Times are UTC; `end` null is open-ended."""
+
+    id: str
+    name: str
+    tenant: str
+    project: str | None
+    pool: str
+    offering: str | None
+    state: ReservationState
+    conditions: list[str]
+    gpus: int
+    nodes: int
+    gpus_per_node: int
+    vcpus: int
+    memory_mib: int
+    topology: str
+    whole_node: bool
+    start: datetime | None
+    end: datetime | None
+    duration_s: int | None
+    pending_reason: str
+    end_cause: str | None
+    end_detail: str
+    parts: list[PartView]
+    created_by: str
+    version: int
+    created_at: datetime
+    placed_at: datetime | None
+    active_at: datetime | None
+    releasing_at: datetime | None
+    ended_at: datetime | None
+
+
+def _utc(at: datetime | None) -> datetime | None:
+    return None if at is None else at.astimezone(UTC)
+
+
+def _part(part: PlacedPart) -> PartView:
+    return PartView(
+        node=part.node_public_id,
+        node_name=part.node_name,
+        connectivity=part.connectivity,
+        allocation=part.allocation_public_id,
+        state=part.allocation_state or "booked",
+        gpu_uuids=part.device_uuids,
+        cdi_device=part.cdi_name,
+        vcpus=part.vcpus,
+        memory_mib=part.memory_mib,
+        release_evidence=part.release_evidence,
+    )
+
+
+def _view(row: Reservation, names: Names, parts: Sequence[PlacedPart]) -> ReservationView:
+    return ReservationView(
+        id=row.public_id,
+        name=row.name,
+        tenant=names.tenant,
+        project=names.project,
+        pool=names.pool,
+        offering=names.offering,
+        state=row.state,
+        conditions=row.conditions,
+        gpus=row.gpus,
+        nodes=row.nodes,
+        gpus_per_node=row.gpus_per_node,
+        vcpus=row.vcpus_per_node * row.nodes,
+        memory_mib=row.memory_mib_per_node * row.nodes,
+        topology=row.topology,
+        whole_node=row.whole_node,
+        start=_utc(row.window_start or row.starts_at),
+        end=_utc(row.window_end),
+        duration_s=row.duration_s,
+        pending_reason=row.pending_reason,
+        end_cause=row.end_cause,
+        end_detail=row.end_detail,
+        parts=[_part(part) for part in parts],
+        created_by=row.created_by,
+        version=row.version,
+        created_at=row.created_at.astimezone(UTC),
+        placed_at=_utc(row.placed_at),
+        active_at=_utc(row.active_at),
+        releasing_at=_utc(row.releasing_at),
+        ended_at=_utc(row.ended_at),
+    )
+
+
+def view_all(tx: Tx, rows: Sequence[Reservation]) -> list[ReservationView]:
+    """The rows as the API shows them, with two statements however many they are."""
+    ids = [row.reservation_id for row in rows]
+    names, parts = load_names(tx, ids), load_parts(tx, ids)
+    return [_view(row, names[row.reservation_id], parts.get(row.reservation_id, ())) for row in rows]

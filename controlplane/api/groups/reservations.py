@@ -1,0 +1,419 @@
+"""Reservations: ask for devices, look, change the window, let go.
+
+`create` is drafted: the row that the IAM decides on holds nothing. Admission then books in one
+transaction, or lets the reservation wait, or says why it can do neither; SOLD_OUT, QUOTA_EXCEEDED,
+IMPOSSIBLE and INVALID are four different answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, timedelta
+from typing import TYPE_CHECKING
+
+from controlplane.api import cursors, guards, resolve
+from controlplane.api.calls import RING_GATEWAY, Drafted, Mutation, Outcome, Page, Read, Target
+from controlplane.api.groups.reservation_structs import (
+    Asked,
+    CreateInput,
+    EvictInput,
+    GetInput,
+    MoveEndInput,
+    PreviewInput,
+    PreviewOutput,
+    ReleaseInput,
+    ReservationListInput,
+    ReservationView,
+    view_all,
+)
+from controlplane.capacity import end as ending
+from controlplane.capacity import windows
+from controlplane.capacity.place import EARLIEST_HORIZON, LedgerTools, Placed, QuotaShort, announce, place
+from controlplane.capacity.place import placement_request as stored_request
+from controlplane.db import ledger, reservations
+from controlplane.db.queue import enqueue
+from controlplane.db.time import load_now
+from controlplane.db.views import load_node_views
+from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
+from controlplane.iam.port import Resource
+from controlplane.model.planner import NoPlan, plan_placement
+from controlplane.model.refusals import why_impossible
+from controlplane.model.requests import InvalidRequest, PoolShape, resolve_request
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from controlplane.api.calls import Call
+    from controlplane.db.places import Pool
+    from controlplane.db.reservations import Reservation
+    from controlplane.db.tenancy import Offering
+    from controlplane.db.tx import Tx
+    from controlplane.errors import ApiError
+    from controlplane.model.requests import PlacementRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    pool: Pool
+    offering: Offering | None
+    request: PlacementRequest
+
+
+def _tools(call: Call) -> LedgerTools:
+    return LedgerTools(signer=call.context.signer, ids=call.context.ids)
+
+
+def _resource(row: Reservation) -> Resource:
+    return Resource(
+        id=row.public_id,
+        tenant_id=row.tenant_id,
+        attributes={
+            "pool_id": row.pool_id,
+            "project_id": row.project_id,
+            "gpus": row.gpus,
+            "nodes": row.nodes,
+            "vcpus": row.vcpus_per_node * row.nodes,
+            "memory_mib": row.memory_mib_per_node * row.nodes,
+            "duration_s": row.duration_s,
+            "state": row.state,
+            "created_by": row.created_by,
+        },
+    )
+
+
+def _view(tx: Tx, reservation_id: int) -> ReservationView:
+    row = reservations.load_reservation(tx, reservation_id)
+    assert row is not None, "reservations are never deleted"
+    return view_all(tx, [row])[0]
+
+
+# --- create ------------------------------------------------------------------------------------
+
+
+def _resolve(tx: Tx, call: Call, asked: Asked, now: datetime) -> _Resolved:
+    """What the input means. Raises Invalid, NotFound."""
+    if asked.offering is None:
+        if asked.pool is None:
+            raise Invalid("pool: is missing; name a pool, or an offering", field="pool")
+        offering, pool = None, resolve.find_pool(tx, asked.pool)
+        gpus, vcpus, memory_mib = asked.gpus, asked.vcpus, asked.memory_mib
+    else:
+        offering = resolve.find_offering(tx, call, asked.offering, tenant_id=None)
+        for field in ("pool", "gpus", "vcpus", "memory_mib"):
+            if getattr(asked, field) is not None:
+                raise Invalid(f"{field}: the offering {offering.slug} says that; leave it out", field=field)
+        pool = resolve.find_pool(tx, offering.pool_slug)
+        gpus, vcpus, memory_mib = offering.gpus or None, offering.vcpus or None, offering.memory_mib or None
+    if asked.duration_s is not None and asked.duration_s <= 0:
+        raise Invalid(f"duration_s: {asked.duration_s} is not a time; ask for at least 1 second", field="duration_s")
+    try:
+        request = resolve_request(
+            PoolShape(pool.gpu_model, ledger.load_gpus_per_node(tx, pool.pool_id)),
+            now,
+            gpus=gpus,
+            nodes=asked.nodes,
+            topology=asked.topology,
+            whole_node=asked.whole_node,
+            vcpus=vcpus,
+            memory_mib=memory_mib,
+            start=asked.start,
+            duration=None if asked.duration_s is None else timedelta(seconds=asked.duration_s),
+        )
+    except InvalidRequest as exc:
+        field = "duration_s" if exc.field == "duration" else exc.field
+        raise Invalid(f"{field}: {exc.problem}; {exc.fix}", field=field) from exc
+    return _Resolved(pool, offering, request)
+
+
+def _draft(tx: Tx, call: Call, given: CreateInput) -> Target[Reservation]:
+    now = load_now(tx)
+    if given.queue_for_s is not None and given.queue_for_s <= 0:
+        raise Invalid(
+            "queue_for_s: is not a time; ask for at least 1 second, or set queue to false", field="queue_for_s"
+        )
+    resolved = _resolve(tx, call, given, now)
+    tenant = resolve.find_tenant(tx, call, given.tenant)
+    project = None
+    if given.project is not None:
+        project = resolve.find_project(tx, call, given.project, tenant_id=tenant.tenant_id)
+    request = resolved.request
+    reservation_id = reservations.insert_draft(
+        tx,
+        reservations.NewReservation(
+            public_id=call.context.ids.new("rsv"),
+            tenant_id=tenant.tenant_id,
+            project_id=None if project is None else project.project_id,
+            pool_id=resolved.pool.pool_id,
+            offering_id=None if resolved.offering is None else resolved.offering.offering_id,
+            name=given.name,
+            nodes=request.nodes,
+            gpus_per_node=request.gpus_per_node,
+            vcpus_per_node=request.vcpus_per_node,
+            memory_mib_per_node=request.memory_mib_per_node,
+            topology=request.topology,
+            whole_node=request.whole_node,
+            starts_at=request.start,
+            duration_s=given.duration_s,
+            queue_deadline=None if given.queue_for_s is None else now + timedelta(seconds=given.queue_for_s),
+            created_by=call.principal.id,
+        ),
+    )
+    # a draft whose request dies here is ended by the clock
+    enqueue(tx, "reservation", [str(reservation_id)])
+    row = reservations.load_reservation(tx, reservation_id)
+    assert row is not None, "inserted above"
+    return Target(_resource(row), row)
+
+
+def _resume(tx: Tx, _: Call, resource_id: str) -> Target[Reservation]:
+    row = reservations.find_reservation(tx, resource_id, None)
+    assert row is not None, "the idempotency row names a draft that was stored with it"
+    return Target(_resource(row), row)
+
+
+def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) -> Outcome[ReservationView]:
+    row = reservations.lock_reservation(tx, target.row.reservation_id)
+    assert row is not None, "reservations are never deleted"
+    if row.state == "draft":
+        result = place(tx, _tools(call), row, load_now(tx))
+        if not isinstance(result, Placed):
+            _wait_or_refuse(tx, given, row, result)
+    return Outcome(data=_view(tx, row.reservation_id), resource_id=row.public_id, rings=RING_GATEWAY)
+
+
+def _wait_or_refuse(tx: Tx, given: CreateInput, row: Reservation, short: NoPlan | QuotaShort) -> None:
+    if isinstance(short, QuotaShort):
+        if short.never or not given.queue:
+            raise QuotaExceeded(short.detail, field="gpus")
+    else:
+        impossible = why_impossible(stored_request(row), load_node_views(tx, row.pool_id))
+        if impossible is not None:
+            raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
+        if not given.queue:
+            when = "" if short.earliest is None else f"; could start at {short.earliest.astimezone(UTC).isoformat()}"
+            raise SoldOut(f"{short.detail}{when}")
+    reservations.mark_queued(tx, row.reservation_id, "draft", reason=short.detail)
+    announce(tx, row, "queued", reason=short.detail)
+    enqueue(tx, "reservation", [str(row.reservation_id)])
+    enqueue(tx, "pool", [str(row.pool_id)])
+
+
+def _reject(tx: Tx, _: Call, target: Target[Reservation], error: ApiError) -> None:
+    row = reservations.lock_reservation(tx, target.row.reservation_id)
+    if row is None or row.state != "draft":
+        return
+    state = "rejected" if isinstance(error, Denied) else "failed"
+    ending.cancel(tx, row, load_now(tx), state=state, cause=None, detail=f"{error.code}: {error.message}")
+
+
+# --- look --------------------------------------------------------------------------------------
+
+
+def _find(tx: Tx, call: Call, public_id: str) -> Reservation:
+    row = reservations.find_reservation(tx, public_id, call.scope.filter)
+    if row is None:
+        raise resolve.not_found("reservation", public_id, field="id")
+    return row
+
+
+def _get(tx: Tx, call: Call, given: GetInput) -> ReservationView:
+    return view_all(tx, [_find(tx, call, given.id)])[0]
+
+
+def _list(tx: Tx, call: Call, given: ReservationListInput) -> Page[ReservationView]:
+    pool = None if given.pool is None else resolve.find_pool(tx, given.pool)
+    before = cursors.decode_cursor("reservations", given.cursor)
+    rows = reservations.page_reservations(
+        tx,
+        tenant_ids=call.scope.filter,
+        pool_id=None if pool is None else pool.pool_id,
+        states=given.states,
+        before=None if before is None else before[0],
+        limit=given.limit + 1,
+    )
+    views = dict(zip([row.reservation_id for row in rows], view_all(tx, rows), strict=True))
+    return cursors.make_page(
+        "reservations",
+        rows,
+        given.limit,
+        item=lambda row: views[row.reservation_id],
+        keys=lambda row: (row.reservation_id,),
+    )
+
+
+def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
+    now = load_now(tx)
+    resolved = _resolve(tx, call, given, now)
+    nodes = load_node_views(tx, resolved.pool.pool_id)
+    impossible = why_impossible(resolved.request, nodes)
+    if impossible is not None:
+        raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
+    plan = plan_placement(resolved.request, nodes, now, now + EARLIEST_HORIZON)
+    if isinstance(plan, NoPlan):
+        return PreviewOutput(fits=False, start=plan.earliest, end=None, nodes=[], reason=plan.detail)
+    names = {node.node_id: node.name for node in nodes}
+    return PreviewOutput(
+        fits=True,
+        start=plan.window.start.astimezone(UTC),
+        end=None if plan.window.end is None else plan.window.end.astimezone(UTC),
+        nodes=[names[part.node_id] for part in plan.parts],
+        reason="",
+    )
+
+
+# --- change and end ----------------------------------------------------------------------------
+
+
+def _load(tx: Tx, call: Call, given: ReleaseInput | MoveEndInput) -> Target[Reservation]:
+    row = _find(tx, call, given.id)
+    return Target(_resource(row), row)
+
+
+def _release(tx: Tx, call: Call, _: ReleaseInput, target: Target[Reservation]) -> Outcome[ReservationView]:
+    row = _lock(tx, target)
+    now = load_now(tx)
+    if row.state in ("draft", "queued", "placed"):
+        ending.cancel(tx, row, now)
+    elif row.state in ("binding", "active"):
+        ending.end(tx, _tools(call), row, now, cause="released_by_holder")
+    # releasing and ended: asking again is the same wish
+    return Outcome(data=_view(tx, row.reservation_id), rings=RING_GATEWAY)
+
+
+def _evict(tx: Tx, call: Call, given: EvictInput, target: Target[Reservation]) -> Outcome[ReservationView]:
+    row = _lock(tx, target)
+    now = load_now(tx)
+    if row.state in ("draft", "queued", "placed"):
+        ending.cancel(tx, row, now, cause="evicted_by_operator", detail=given.reason)
+    elif row.state in ("binding", "active"):
+        ending.end(tx, _tools(call), row, now, cause="evicted_by_operator", detail=given.reason)
+    return Outcome(data=_view(tx, row.reservation_id), rings=RING_GATEWAY)
+
+
+def _lock(tx: Tx, target: Target[Reservation]) -> Reservation:
+    row = reservations.lock_reservation(tx, target.row.reservation_id)
+    assert row is not None, "reservations are never deleted"
+    return row
+
+
+def _extend(tx: Tx, call: Call, given: MoveEndInput, target: Target[Reservation]) -> Outcome[ReservationView]:
+    row, end = _lock(tx, target), _aware(given)
+    if row.window_end is None:
+        raise Conflict("end: the reservation is open-ended; shrink it to give it an end", field="end")
+    if end <= row.window_end:
+        raise Invalid(
+            f"end: {end.isoformat()} is not later than the end there is, {row.window_end.isoformat()}", field="end"
+        )
+    return _move_end(tx, call, row, target, end)
+
+
+def _shrink(tx: Tx, call: Call, given: MoveEndInput, target: Target[Reservation]) -> Outcome[ReservationView]:
+    row, end = _lock(tx, target), _aware(given)
+    if row.window_end is not None and end >= row.window_end:
+        raise Invalid(
+            f"end: {end.isoformat()} is not earlier than the end there is, {row.window_end.isoformat()}", field="end"
+        )
+    if end <= load_now(tx):
+        raise Invalid("end: is in the past; to end it now, release it", field="end")
+    if row.window_start is not None and end <= row.window_start:
+        raise Invalid("end: is not later than the start; to end it before it starts, release it", field="end")
+    return _move_end(tx, call, row, target, end)
+
+
+def _aware(given: MoveEndInput) -> datetime:
+    if given.end.tzinfo is None:
+        raise Invalid("end: has no time zone; write for example 2030-01-31T12:00:00Z", field="end")
+    return given.end.astimezone(UTC)
+
+
+def _move_end(
+    tx: Tx, call: Call, row: Reservation, target: Target[Reservation], end: datetime
+) -> Outcome[ReservationView]:
+    guards.check_version(target.row.version, row.version, what=f"reservation {row.public_id}")
+    refused = windows.move_end(tx, _tools(call), row, end, load_now(tx))
+    if refused is not None:
+        raise refused
+    return Outcome(data=_view(tx, row.reservation_id), rings=RING_GATEWAY)
+
+
+METHODS = (
+    Drafted(
+        group="reservations",
+        name="create",
+        action="reservation.create",
+        input=CreateInput,
+        output=ReservationView,
+        summary="Hold devices for a window, now or later, or wait for them.",
+        draft=_draft,
+        resume=_resume,
+        perform=_admit,
+        reject=_reject,
+    ),
+    Read(
+        group="reservations",
+        name="preview",
+        action="reservation.read",
+        input=PreviewInput,
+        output=PreviewOutput,
+        summary="Say where and when a request would be placed, and book nothing.",
+        read=_preview,
+    ),
+    Read(
+        group="reservations",
+        name="get",
+        action="reservation.read",
+        input=GetInput,
+        output=ReservationView,
+        summary="Look at one reservation.",
+        read=_get,
+    ),
+    Read(
+        group="reservations",
+        name="list",
+        action="reservation.read",
+        input=ReservationListInput,
+        output=Page[ReservationView],
+        summary="List reservations, newest first.",
+        read=_list,
+    ),
+    Mutation(
+        group="reservations",
+        name="release",
+        action="reservation.release",
+        input=ReleaseInput,
+        output=ReservationView,
+        summary="Let go of a reservation, or cancel one that has not begun.",
+        load=_load,
+        perform=_release,
+    ),
+    Mutation(
+        group="reservations",
+        name="extend",
+        action="reservation.update",
+        input=MoveEndInput,
+        output=ReservationView,
+        summary="Move the end later, with the same devices, or refuse.",
+        load=_load,
+        perform=_extend,
+    ),
+    Mutation(
+        group="reservations",
+        name="shrink",
+        action="reservation.update",
+        input=MoveEndInput,
+        output=ReservationView,
+        summary="Move the end earlier.",
+        load=_load,
+        perform=_shrink,
+    ),
+    Mutation(
+        group="reservations",
+        name="evict",
+        action="reservation.evict",
+        input=EvictInput,
+        output=ReservationView,
+        summary="End another's reservation, as an operator.",
+        load=_load,
+        perform=_evict,
+    ),
+)
