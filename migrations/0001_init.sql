@@ -214,6 +214,8 @@ create table node (
   placeable         bool not null generated always as
                       (provision_state = 'adopted' and connectivity = 'connected' and not cordoned and not draining) stored,
   placement_gen     int8 not null default 1,
+  -- when the present round of acceptance began; checks that ended before it say nothing
+  adopting_at       timestamptz not null default compute_now(),
   machine_id        text not null default '',
   boot_id           text not null default '',
   agent_version     text not null default '',

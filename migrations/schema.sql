@@ -712,6 +712,7 @@ CREATE TABLE public.node (
     quarantine_reason text DEFAULT ''::text NOT NULL,
     placeable boolean GENERATED ALWAYS AS (((provision_state = 'adopted'::text) AND (connectivity = 'connected'::text) AND (NOT cordoned) AND (NOT draining))) STORED NOT NULL,
     placement_gen bigint DEFAULT 1 NOT NULL,
+    adopting_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
     machine_id text DEFAULT ''::text NOT NULL,
     boot_id text DEFAULT ''::text NOT NULL,
     agent_version text DEFAULT ''::text NOT NULL,
