@@ -346,6 +346,9 @@ async def open_fleet(dsn: Dsn, *, nodes: int = 1, gpus: int = 8) -> AsyncGenerat
     """A pool of equal adopted and connected nodes, at START, with the database opened as a worker."""
     intent = IntentSigner(Ed25519PrivateKey.generate())
     with psycopg.connect(dsn.admin, autocommit=True) as conn:
+        # a property test comes here once for each example
+        conn.execute("drop table if exists test_clock")
+        conn.execute("truncate site, iam.tenant, reservation, booking, allocation, outbox restart identity cascade")
         conn.execute(FROZEN_TIME)
         conn.execute("insert into iam.tenant (public_id, slug, name) values ('ten_test', 'test', 'Test')")
         conn.execute("insert into site (public_id, slug, name) values ('site_test', 'test', 'Test')")
