@@ -61,21 +61,24 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Idempotent(Input, frozen=True, kw_only=True):
     """Input of a method that may be repeated safely."""
 
-    idempotency_key: Annotated[
-        str | None,
-        msgspec.Meta(
-            min_length=1,
-            max_length=200,
-            description="Repeat a request with the same key and input, and the first outcome is returned.",
-        ),
-    ] = None
+    idempotency_key: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                min_length=1,
+                max_length=200,
+                description="Repeat a request with the same key and input, and the first outcome is returned.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class ListInput(Input, frozen=True, kw_only=True):
     """Input of every list."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX, description="How many to return at most.")] = LIMIT_DEFAULT
-    cursor: Annotated[str | None, msgspec.Meta(max_length=500, description="`next_cursor` of the page before.")] = None
+    cursor: Annotated[str, msgspec.Meta(max_length=500, description="`next_cursor` of the page before.")] | None = None
 
 
 class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
