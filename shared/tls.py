@@ -50,10 +50,15 @@ class BadPeerCertificate(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who the peer proved to be. The fingerprint is the hex SHA-256 of its certificate."""
+    """Who the peer proved to be.
+
+    The fingerprint is the hex SHA-256 of its certificate; `serial` is the certificate's, written as
+    `shared.identity.certificate_serial` does.
+    """
 
     spiffe_id: str
     fingerprint: str
+    serial: str
 
 
 def server_context(certificate: Path, key: Path | None, client_ca_pem: str | None) -> ssl.SSLContext:
@@ -97,7 +102,8 @@ def peer_identity(stream: trio.SSLStream[trio.abc.Stream]) -> PeerIdentity | Non
     uris = [value for kind, value in names if kind == "URI"]
     if len(uris) != 1 or not uris[0].startswith("spiffe://"):
         raise BadPeerCertificate(f"{len(uris)} URIs")
-    return PeerIdentity(uris[0], hashlib.sha256(stream.getpeercert(binary_form=True)).hexdigest())
+    serial = cast("str", certificate["serialNumber"]).lower().lstrip("0")
+    return PeerIdentity(uris[0], hashlib.sha256(stream.getpeercert(binary_form=True)).hexdigest(), serial)
 
 
 class HandshakeGate:

@@ -182,7 +182,11 @@ class Core:
 
     def can_send(self, lane: Lane) -> bool:
         """The lane is open, and a message that costs credit, sent now, would wait only for the window."""
-        return self.is_open(lane) and self._lanes[lane].outbox.has_credit
+        return self.room(lane) > 0
+
+    def room(self, lane: Lane) -> int:
+        """How many messages that cost credit, sent now, would wait only for the window."""
+        return self._lanes[lane].outbox.room if self.is_open(lane) else 0
 
     def send(self, lane: Lane, body: bytes, *, costs_credit: bool) -> None:
         """Queue one message. Raises NotOpen, LaneFull, MessageTooLarge.

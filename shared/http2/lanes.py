@@ -194,9 +194,9 @@ class Outbox:
             waiting.frame = frame
 
     @property
-    def has_credit(self) -> bool:
-        """A message that costs credit, put now, would not wait for credit (nor find the queue full)."""
-        return len(self._paid) < min(self.credit, limits.queue_messages_max(self._lane))
+    def room(self) -> int:
+        """How many messages that cost credit, put now, would not wait for credit (nor find the queue full)."""
+        return max(0, min(self.credit, limits.queue_messages_max(self._lane)) - len(self._paid))
 
     @property
     def sendable(self) -> bool:

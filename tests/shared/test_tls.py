@@ -16,6 +16,7 @@ from trio.testing import memory_stream_pair
 from shared import tls
 from shared.http2.core import Core
 from shared.http2.events import LaneOpened, Message
+from shared.identity import certificate_fingerprint, certificate_serial, load_chain
 from shared.transport import ConnectionEnd, run_connection
 from shared.wire import LANES
 from tests.support.certificates import NodeCa, ServerCertificate, issue_server_certificate
@@ -85,6 +86,9 @@ async def test_the_peer_is_who_its_certificate_names(fleet: Fleet):
     assert identity is not None
     assert identity.spiffe_id == NODE
     assert len(identity.fingerprint) == 64
+    certificate = load_chain((fleet.directory / "node.pem").read_bytes())[0]
+    assert identity.fingerprint == certificate_fingerprint(certificate)
+    assert identity.serial == certificate_serial(certificate)
     assert server.version() == "TLSv1.3"
     assert not server.session_reused
     assert server.context.num_tickets == 0
