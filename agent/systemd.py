@@ -70,7 +70,10 @@ class Notifier:
         with trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_DGRAM) as socket:
             try:
                 with trio.fail_after(SEND_S):
-                    await socket.sendto(line.encode(), address)
+                    # Connected, because a socket that is not is always reported as writable, and waiting
+                    # for a full queue would be a busy loop.
+                    await socket.connect(address)
+                    await socket.send(line.encode())
             except (OSError, trio.TooSlowError) as exc:
                 _log.warning("systemd.notify_failed", line=line, reason=str(exc))
 
