@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import psycopg
 import trio
-from psycopg_pool import ConnectionPool
+from psycopg_pool import ConnectionPool, PoolTimeout
 
 from controlplane.db.tx import DatabaseUnavailable, NestedTransaction, Tx, run_transaction, translated
 
@@ -39,12 +39,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 5
-# How long a transaction waits in its thread for a working connection: with the limiter in front,
-# only while the server is away.  Short, because the caller knows better what to do meanwhile.
+# How long a transaction waits in its thread for a working connection, which is only while the server
+# is away, because of the limiter.  Short: the caller knows better what to do meanwhile.
 CHECKOUT_TIMEOUT_S = 2.0
-# The pool doubles its pause between attempts; starting over keeps it below 4 s, so that a server
-# that was away for an hour is used seconds after it is back.
-RECONNECT_TIMEOUT_S = 5.0
+# While the server is away, a waiting transaction makes the pool try again this often.  Left alone the
+# pool doubles its pauses, so that a server that is back would go unused for many seconds.
+CHECKOUT_STEP_S = 0.2
 CLOSE_TIMEOUT_S = 2.0
 # A dead peer is noticed in 10 + 3 x 5 s when nothing is in flight, and in 10 s when something is.
 KEEPALIVE: dict[str, Any] = {
@@ -125,26 +125,34 @@ class _Lane:
             max_size=size,
             open=False,
             name=f"{config.application_name}-{name}",
-            timeout=CHECKOUT_TIMEOUT_S,
-            reconnect_timeout=RECONNECT_TIMEOUT_S,
+            timeout=CHECKOUT_STEP_S,
+            reconnect_timeout=0.0,
             num_workers=1,
         )
 
     @contextmanager
     def connection(self) -> Generator[psycopg.Connection[Any]]:
         """Lend a connection that was alive a moment ago.  Raises DatabaseUnavailable."""
-        give_up = time.monotonic() + CHECKOUT_TIMEOUT_S
-        try:
-            conn = self.pool.getconn()
-            while _is_stale(conn):
-                conn.close()
-                self.pool.putconn(conn)
-                conn = self.pool.getconn(max(0.0, give_up - time.monotonic()))
-        except psycopg.Error as exc:
-            raise DatabaseUnavailable(str(exc)) from exc
+        conn = self._checkout()
         try:
             yield conn
         finally:
+            self.pool.putconn(conn)
+
+    def _checkout(self) -> psycopg.Connection[Any]:
+        give_up = time.monotonic() + CHECKOUT_TIMEOUT_S
+        while True:
+            try:
+                conn = self.pool.getconn()
+            except PoolTimeout as exc:
+                if time.monotonic() < give_up:
+                    continue
+                raise DatabaseUnavailable(f"no connection in {CHECKOUT_TIMEOUT_S:.0f} s") from exc
+            except psycopg.Error as exc:
+                raise DatabaseUnavailable(str(exc)) from exc
+            if not _is_stale(conn):
+                return conn
+            conn.close()
             self.pool.putconn(conn)
 
 
