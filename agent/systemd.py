@@ -54,10 +54,11 @@ class Notifier:
         await self._send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1_000_000)}")
 
     async def run_watchdog(self) -> None:
-        """Feed the watchdog until cancelled; three times per limit, so that one late turn is no death."""
-        if self._watchdog_s is None:
-            await trio.sleep_forever()
-        while True:
+        """Feed the watchdog until cancelled; three times per limit, so that one late turn is no death.
+
+        Returns at once where there is none.
+        """
+        while self._watchdog_s is not None:
             await self._send("WATCHDOG=1")
             await trio.sleep(self._watchdog_s / 3)
 
