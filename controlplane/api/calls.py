@@ -142,6 +142,7 @@ class Outcome(Generic[O]):
         detail: added to the audit row beside the input.
         rings: channels to wake after the commit.
         forget_credential: public id of a credential that ended: cached authentications of it go.
+        forget_scopes: the tree of tenants changed: cached answers on who sees what go.
     """
 
     data: O
@@ -150,6 +151,7 @@ class Outcome(Generic[O]):
     detail: Mapping[str, object] = field(default_factory=dict[str, object])
     rings: tuple[str, ...] = RING_EVENTS
     forget_credential: str = ""
+    forget_scopes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

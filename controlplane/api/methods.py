@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from controlplane.api.calls import Drafted, Idempotent, Mutation, Read
+from controlplane.api.groups import api_keys, audit, events, offerings, pools, projects, quotas, sites, tenants
 from controlplane.iam.catalog import ACTIONS
 
 if TYPE_CHECKING:
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
 
 AnyMethod = Read[Any, Any] | Mutation[Any, Any, Any] | Drafted[Any, Any, Any]
 
-_GROUPS: tuple[tuple[AnyMethod, ...], ...] = ()
+_GROUPS: tuple[tuple[AnyMethod, ...], ...] = (
+    sites.METHODS,
+    pools.METHODS,
+    tenants.METHODS,
+    projects.METHODS,
+    quotas.METHODS,
+    offerings.METHODS,
+    api_keys.METHODS,
+    events.METHODS,
+    audit.METHODS,
+)
 
 
 class BadMethodTable(Exception):

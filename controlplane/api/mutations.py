@@ -70,7 +70,9 @@ async def run_mutation(call: Call, method: AnyMutation, typed: Any) -> Answer:  
     for channel in done.rings:
         call.context.doorbell.ring(channel)
     if done.forget_credential:
-        iam.forget(done.forget_credential)
+        iam.forget_credential(done.forget_credential)
+    if done.forget_scopes:
+        iam.forget_scopes()
     return data_answer({**msgspec.to_builtins(done.data), **done.secrets})
 
 

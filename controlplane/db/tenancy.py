@@ -277,6 +277,19 @@ def delete_quota(tx: Tx, quota_id: int, *, version: int) -> bool:
     return tx.execute("delete from quota where quota_id = %s and version = %s", (quota_id, version)) == 1
 
 
+def pools_waited_for(tx: Tx, *, tenant_id: int, pool_id: int | None) -> list[int]:
+    """Return the pools (or the one) in which a tenant has queued reservations."""
+    found = tx.tuples(
+        """
+        select distinct pool_id from reservation
+        where tenant_id = %(tenant_id)s and state = 'queued' and (%(pool_id)s::int4 is null or pool_id = %(pool_id)s)
+        order by pool_id
+        """,
+        {"tenant_id": tenant_id, "pool_id": pool_id},
+    )
+    return [pool for (pool,) in found]
+
+
 # --- offerings ---------------------------------------------------------------------------------
 
 

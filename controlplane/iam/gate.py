@@ -151,9 +151,12 @@ class Gate:
         """Check inside a mutation's transaction that the credential still holds. Raises BadCredential."""
         self._iam.confirm(tx, principal)
 
-    def forget(self, credential_id: str) -> None:
-        """Drop what was cached for a credential that has ended, or may do something else now."""
+    def forget_credential(self, credential_id: str) -> None:
+        """Drop the cached authentication of a credential that has ended."""
         self._principals.forget(lambda principal: principal.credential_id == credential_id)
+
+    def forget_scopes(self) -> None:
+        """Drop what was cached on who sees what."""
         self._scopes.forget(lambda _: True)
 
     def _observe(self, operation: str, started: float) -> None:

@@ -55,21 +55,21 @@ def _shown(row: places.Site) -> Site:
     )
 
 
-def _get(tx: Tx, call: Call, typed: SiteRef) -> Site:  # noqa: ARG001 - a site is everybody's to see
+def _get(tx: Tx, call: Call, typed: SiteRef) -> Site:
     return _shown(resolve.find_site(tx, typed.site))
 
 
-def _list(tx: Tx, call: Call, typed: ListInput) -> Page[Site]:  # noqa: ARG001 - a site is everybody's to see
+def _list(tx: Tx, call: Call, typed: ListInput) -> Page[Site]:
     rows = places.list_sites(tx, after=after("sites", typed.cursor), limit=typed.limit + 1)
     return make_page("sites", rows, typed.limit, item=_shown, keys=lambda row: (row.site_id,))
 
 
-def _load_new(tx: Tx, call: Call, typed: CreateSite) -> Target[None]:  # noqa: ARG001 - nothing to load
+def _load_new(tx: Tx, call: Call, typed: CreateSite) -> Target[None]:
     resolve.check_slug(typed.slug)
     return Target(Resource(id="", tenant_id=None, attributes={"slug": typed.slug}), None)
 
 
-def _create(tx: Tx, call: Call, typed: CreateSite, target: Target[None]) -> Outcome[Site]:  # noqa: ARG001
+def _create(tx: Tx, call: Call, typed: CreateSite, target: Target[None]) -> Outcome[Site]:
     site_id = call.context.ids.new("site")
     with guards.taken(f"slug: there is a site {typed.slug} already", field="slug"):
         places.insert_site(tx, public_id=site_id, slug=typed.slug, name=typed.name or typed.slug)
@@ -77,13 +77,13 @@ def _create(tx: Tx, call: Call, typed: CreateSite, target: Target[None]) -> Outc
     return Outcome(_shown(resolve.find_site(tx, site_id)), resource_id=site_id)
 
 
-def _load(tx: Tx, call: Call, typed: UpdateSite | DeleteSite) -> Target[places.Site]:  # noqa: ARG001
+def _load(tx: Tx, call: Call, typed: UpdateSite | DeleteSite) -> Target[places.Site]:
     row = resolve.find_site(tx, typed.site)
     guards.check_version(typed.version, row.version, what=f"site {row.slug}")
     return Target(Resource(id=row.public_id, tenant_id=None, attributes={"slug": row.slug}), row)
 
 
-def _update(tx: Tx, call: Call, typed: UpdateSite, target: Target[places.Site]) -> Outcome[Site]:  # noqa: ARG001
+def _update(tx: Tx, call: Call, typed: UpdateSite, target: Target[places.Site]) -> Outcome[Site]:
     row = target.row
     changed = places.update_site(tx, row.site_id, version=row.version, name=typed.name or row.slug)
     guards.check_changed(changed, what=f"site {row.slug}")
@@ -91,7 +91,7 @@ def _update(tx: Tx, call: Call, typed: UpdateSite, target: Target[places.Site]) 
     return Outcome(_shown(resolve.find_site(tx, row.public_id)))
 
 
-def _delete(tx: Tx, call: Call, typed: DeleteSite, target: Target[places.Site]) -> Outcome[Site]:  # noqa: ARG001
+def _delete(tx: Tx, call: Call, typed: DeleteSite, target: Target[places.Site]) -> Outcome[Site]:
     row = target.row
     guards.check_free(places.site_dependents(tx, row.site_id), what=f"site {row.slug}")
     guards.check_changed(places.delete_site(tx, row.site_id, version=row.version), what=f"site {row.slug}")
