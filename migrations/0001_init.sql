@@ -747,7 +747,8 @@ create table work_queue (
   enqueued_at   timestamptz not null default compute_now(),
   primary key (queue, key)
 ) with (fillfactor = 70, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0);
-create index work_queue_due on work_queue (queue, shard, due_at);
+-- The order of claiming, so that a claim stops at its limit however long the queue is.
+create index work_queue_due on work_queue (queue, due_at, key);
 
 -- The one thing a gateway may set in motion. Shards come from the caller: a wrong one only means
 -- that another worker does the work.

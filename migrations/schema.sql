@@ -1659,7 +1659,7 @@ CREATE INDEX usage_window_default_reservation_id_idx ON public.usage_window_defa
 
 -- index work_queue_due
 
-CREATE INDEX work_queue_due ON public.work_queue USING btree (queue, shard, due_at);
+CREATE INDEX work_queue_due ON public.work_queue USING btree (queue, due_at, key);
 
 -- index attach audit_event_default_tenant_id_at_idx
 

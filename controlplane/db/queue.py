@@ -5,6 +5,9 @@ settles it: the row is deleted only if its generation has not moved since the cl
 key is free and due at once, because the run may have looked before the change.  Enqueueing and
 the change are one transaction, so a run that saw an older state finds a moved generation.
 
+Claims and settlements do not wait for the disk (`synchronous_commit`): one that a crash takes back
+means that a key runs once more, which it must be able to bear anyway.
+
 Two things keep a key from being run twice at once.  A claim is respected by everybody until it
 ends, whoever owns the shard.  And a claim can only be made under the shard's lease, checked in the
 same statement, so that a worker that lost it and does not know yet gets nothing.
@@ -16,12 +19,12 @@ Enqueueing it again makes it due at once, since what it failed for may have chan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from controlplane.model.shards import shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
     from controlplane.db.tx import Tx
     from controlplane.model.queues import Queue
@@ -41,6 +44,33 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
+class Settlement:
+    """How a run of a claimed key ended.
+
+    `done` takes the key away and `again` has it run `after_s` seconds later; `failed` too, and
+    counts (`error` is not empty). `given_back` is for a key that was not run: all stays as it was.
+    What was enqueued since the claim is due at once, whatever its run gave.
+    """
+
+    claimed: Claimed
+    result: Literal["done", "again", "failed", "given_back"]
+    after_s: float = 0.0
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        assert bool(self.error) == (self.result == "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Keys that are gone, keys that are free and due as they were, and keys that must be settled again."""
+
+    gone: frozenset[str]
+    due: frozenset[str]
+    busy: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Depth:
     """How full a queue is: all its keys, those that are due, those whose last run failed, the age of the oldest due."""
 
@@ -54,7 +84,8 @@ class Depth:
 def enqueue(tx: Tx, queue: Queue, keys: Iterable[str]) -> None:
     """Have each key run after this transaction, at once even if it was backing off or waiting for a later time.
 
-    To be called late in the transaction: it locks the keys' rows, and a run that ends waits for them.
+    To be called late in the transaction: it locks the keys' rows, and a run that ends must wait for them.
+    Whoever ran the transaction then rings the doorbell: channel "bc_work", the queue as payload.
     """
     unique = sorted(set(keys))
     if unique:
@@ -95,6 +126,12 @@ def claim(
     `leases` maps each shard to the name and epoch of the lease that `worker_id` holds on it;
     a shard whose lease has run out or is another's is left out.
     """
+    # The table is empty or full within seconds, and statistics of the one make for a plan that sorts
+    # all of the other: walk the index in its order, and stop at the limit.
+    tx.execute(
+        "select set_config(name, 'off', true)"
+        " from unnest('{synchronous_commit,enable_sort,enable_bitmapscan,enable_seqscan}'::text[]) as t (name)"
+    )
     return tx.rows(
         Claimed,
         """
@@ -105,7 +142,7 @@ def claim(
           where l.holder = %(worker_id)s and l.expires_at > compute_now()
         ), due as materialized (
           select w.key from work_queue w
-          where w.queue = %(queue)s and w.shard in (select shard from owned) and w.due_at <= compute_now()
+          where w.queue = %(queue)s and w.shard = any (array(select shard from owned)) and w.due_at <= compute_now()
             and (w.claimed_until is null or w.claimed_until <= compute_now())
           order by w.due_at, w.key
           limit %(limit)s
@@ -113,7 +150,7 @@ def claim(
         )
         update work_queue w
         set claimed_by = %(worker_id)s, claimed_until = compute_now() + make_interval(secs => %(claim_s)s)
-        from due where w.queue = %(queue)s and w.key = due.key
+        where w.queue = %(queue)s and w.key = any (array(select key from due))
         returning w.key, w.generation, w.attempts, w.shard
         """,
         {
@@ -128,93 +165,77 @@ def claim(
     )
 
 
-def ack(tx: Tx, queue: Queue, claims: Collection[Claimed], worker_id: str) -> set[str]:
-    """Settle runs that are done; return the keys that are gone.
+def settle(tx: Tx, queue: Queue, settlements: Collection[Settlement], worker_id: str) -> Settled:
+    """End claims by what their runs gave; one that is no longer the worker's is left alone.
 
-    A key that was enqueued meanwhile is not: it is free and due at once.  One whose claim is no
-    longer the worker's is left alone.
+    Never waits for a row: one that an open transaction has enqueued is `busy`, and to be settled
+    again a moment later, with the generation that it has then.
     """
-    gone = tx.tuples(
+    tx.execute("set local synchronous_commit = off")
+    by_key = {settlement.claimed.key: settlement for settlement in settlements}
+    locked: list[tuple[str, int]] = tx.tuples(
         """
-        with done as materialized (
-          select w.key
-          from unnest(%(keys)s::text[], %(generations)s::int8[]) as t (key, generation)
-          join work_queue w on w.queue = %(queue)s and w.key = t.key and w.generation = t.generation
-          where w.claimed_by = %(worker_id)s
-          order by w.key for update of w
-        )
-        delete from work_queue w using done where w.queue = %(queue)s and w.key = done.key
-        returning w.key
+        select key, generation from work_queue
+        where queue = %s and key = any (%s) and claimed_by = %s
+        order by key for update skip locked
         """,
-        _arguments(queue, claims, worker_id),
+        (queue, list(by_key), worker_id),
     )
-    keys = {key for (key,) in gone}
-    release(tx, queue, [claim for claim in claims if claim.key not in keys], worker_id)
-    return keys
-
-
-def postpone(tx: Tx, queue: Queue, claims: Mapping[Claimed, float], worker_id: str) -> None:
-    """Settle runs that went well and want another after that many seconds (at once if enqueued meanwhile)."""
-    tx.execute(
-        """
-        with settled as materialized (
-          select w.key, t.generation, t.after_s
-          from unnest(%(keys)s::text[], %(generations)s::int8[], %(after_s)s::float8[]) as t (key, generation, after_s)
-          join work_queue w on w.queue = %(queue)s and w.key = t.key
-          where w.claimed_by = %(worker_id)s
-          order by w.key for update of w
-        )
-        update work_queue w
-        set claimed_by = null, claimed_until = null, attempts = 0, last_error = '',
-            due_at = case when w.generation = s.generation
-                     then compute_now() + make_interval(secs => s.after_s) else w.due_at end
-        from settled s where w.queue = %(queue)s and w.key = s.key
-        """,
-        _arguments(queue, claims, worker_id) | {"after_s": list(claims.values())},
+    finished: list[str] = []
+    changed: list[tuple[str, float | None, str | None]] = []
+    for key, generation in locked:
+        settlement = by_key[key]
+        same = generation == settlement.claimed.generation
+        if settlement.result == "done" and same:
+            finished.append(key)
+        else:
+            error = None if settlement.result == "given_back" else settlement.error
+            later = same and settlement.result in {"again", "failed"}
+            changed.append((key, settlement.after_s if later else None, error))
+    _finish(tx, queue, finished)
+    _free(tx, queue, changed)
+    return Settled(
+        gone=frozenset(finished),
+        due=frozenset(key for key, after_s, _ in changed if after_s is None),
+        busy=_still_claimed(tx, queue, by_key.keys() - dict(locked).keys(), worker_id),
     )
 
 
-def fail(tx: Tx, queue: Queue, claims: Mapping[Claimed, tuple[float, str]], worker_id: str) -> None:
-    """Settle runs that failed: (seconds to back off, what went wrong).  One enqueued meanwhile is due at once."""
-    tx.execute(
-        """
-        with settled as materialized (
-          select w.key, t.generation, t.backoff_s, t.error
-          from unnest(%(keys)s::text[], %(generations)s::int8[], %(backoff_s)s::float8[], %(errors)s::text[])
-            as t (key, generation, backoff_s, error)
-          join work_queue w on w.queue = %(queue)s and w.key = t.key
-          where w.claimed_by = %(worker_id)s
-          order by w.key for update of w
-        )
-        update work_queue w
-        set claimed_by = null, claimed_until = null, attempts = w.attempts + 1, last_error = s.error,
-            due_at = case when w.generation = s.generation
-                     then compute_now() + make_interval(secs => s.backoff_s) else w.due_at end
-        from settled s where w.queue = %(queue)s and w.key = s.key
-        """,
-        _arguments(queue, claims, worker_id)
-        | {
-            "backoff_s": [backoff_s for backoff_s, _ in claims.values()],
-            "errors": [error[:ERROR_LENGTH_MAX] for _, error in claims.values()],
-        },
-    )
+def _finish(tx: Tx, queue: Queue, keys: list[str]) -> None:
+    if keys:
+        tx.execute("delete from work_queue where queue = %s and key = any (%s)", (queue, keys))
 
 
-def release(tx: Tx, queue: Queue, claims: Collection[Claimed], worker_id: str) -> None:
-    """Give up claims without a result; the keys are due as before."""
-    if claims:
+def _free(tx: Tx, queue: Queue, changed: list[tuple[str, float | None, str | None]]) -> None:
+    """End claims on (key, seconds until it is due or None for what it was, error or None for what it was)."""
+    if changed:
         tx.execute(
             """
-            with given as materialized (
-              select key from work_queue
-              where queue = %(queue)s and key = any (%(keys)s) and claimed_by = %(worker_id)s
-              order by key for update
-            )
-            update work_queue w set claimed_by = null, claimed_until = null
-            from given where w.queue = %(queue)s and w.key = given.key
+            update work_queue w
+            set claimed_by = null, claimed_until = null,
+                due_at = coalesce(compute_now() + make_interval(secs => t.after_s), w.due_at),
+                attempts = case when t.error is null then w.attempts when t.error = '' then 0 else w.attempts + 1 end,
+                last_error = coalesce(t.error, w.last_error)
+            from unnest(%(keys)s::text[], %(after_s)s::float8[], %(errors)s::text[]) as t (key, after_s, error)
+            where w.queue = %(queue)s and w.key = t.key
             """,
-            _arguments(queue, claims, worker_id),
+            {
+                "queue": queue,
+                "keys": [key for key, _, _ in changed],
+                "after_s": [after_s for _, after_s, _ in changed],
+                "errors": [error if error is None else error[:ERROR_LENGTH_MAX] for _, _, error in changed],
+            },
         )
+
+
+def _still_claimed(tx: Tx, queue: Queue, keys: Collection[str], worker_id: str) -> frozenset[str]:
+    if not keys:
+        return frozenset()
+    found = tx.tuples(
+        "select key from work_queue where queue = %s and key = any (%s) and claimed_by = %s order by key",
+        (queue, list(keys), worker_id),
+    )
+    return frozenset(key for (key,) in found)
 
 
 def release_worker(tx: Tx, queue: Queue, worker_id: str) -> int:
@@ -243,15 +264,3 @@ def depths(tx: Tx) -> list[Depth]:
         from work_queue group by queue order by queue
         """,
     )
-
-
-def _arguments(
-    queue: Queue, claims: Collection[Claimed] | Mapping[Claimed, object], worker_id: str
-) -> dict[str, object]:
-    ordered: Sequence[Claimed] = list(claims)
-    return {
-        "queue": queue,
-        "keys": [claim.key for claim in ordered],
-        "generations": [claim.generation for claim in ordered],
-        "worker_id": worker_id,
-    }

@@ -127,6 +127,16 @@ class NestedTransaction(DatabaseError):
     """A transaction was started inside another; it would wait for its own locks."""
 
 
+# What fails for reasons outside the program: a service is restarted on these, and on nothing else.
+OPERATING_ERRORS: tuple[type[DatabaseError], ...] = (
+    Contention,
+    LockTimeout,
+    TransactionTooLong,
+    DatabaseUnavailable,
+    UnknownCommit,
+    DiskFull,
+)
+
 _CONFLICTS: dict[type[psycopg.Error], type[Conflict]] = {
     errors.ExclusionViolation: ExclusionConflict,
     errors.UniqueViolation: UniqueConflict,

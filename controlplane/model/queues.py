@@ -18,3 +18,4 @@ QUEUES: tuple[Queue, ...] = get_args(Queue)
 
 # The roles whose work is divided by shards; each has a membership and shard leases of its own.
 ShardedRole = Literal["controllers", "scheduler"]
+SHARDED_ROLES: tuple[ShardedRole, ...] = get_args(ShardedRole)

@@ -34,7 +34,8 @@ class Reconciler:
         name: noun, lower case with hyphens; for logs, metrics and `bcctl doctor`.
         queue: the queue it serves.
         role: the workers that run it.
-        reconcile: called with a key.  Raising is normal for what cannot be done now: the key backs
+        reconcile: called with a key.  What cannot be done yet is `Again`.  An exception is a fault,
+            logged with its traceback (operating errors of the database without); the key backs
             off, up to five minutes, and no other key waits for it.
         list_keys: called with (after, limit): the next page of all keys that this reconciler
             looks after, in an order of its own, behind the key `after` ("" for the first page).

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
 import pytest
 
 from controlplane.db import leases, queue
-from controlplane.db.queue import Claimed, Depth
+from controlplane.db.queue import Claimed, Depth, Settled, Settlement
 from controlplane.model.shards import SHARD_COUNT, shard_of
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Dsn
 
 CLAIM_S = 30.0
+
+Result = Literal["done", "again", "failed", "given_back"]
 
 
 def own(session: Session, worker: str, shards: range = range(SHARD_COUNT)) -> dict[int, tuple[str, int]]:
@@ -111,10 +113,18 @@ def test_a_claim_keeps_to_its_shards_queue_and_limit_and_takes_the_longest_due_f
     assert claim(session, {}, "w") == []
 
 
+def settle(session: Session, claims: list[Claimed], worker: str, result: Result, **details: Any) -> Settled:
+    settlements = [Settlement(claimed, result, **details) for claimed in claims]
+    return session.run(queue.settle, "node", settlements, worker)
+
+
+def settled(*, gone: str = "", due: str = "", busy: str = "") -> Settled:
+    return Settled(frozenset(gone), frozenset(due), frozenset(busy))
+
+
 def test_a_run_that_is_done_takes_the_key_away(session: Session) -> None:
     session.run(queue.enqueue, "node", ["1"])
-    claims = claim(session, own(session, "w"), "w")
-    assert session.run(queue.ack, "node", claims, "w") == {"1"}
+    assert settle(session, claim(session, own(session, "w"), "w"), "w", "done") == settled(gone="1")
     assert row(session, "1") is None
 
 
@@ -124,33 +134,43 @@ def test_a_key_that_was_enqueued_during_its_run_runs_again_at_once(session: Sess
     claims = claim(session, shards, "w")
     session.run(queue.enqueue, "node", ["1"])
     assert claim(session, shards, "w") == []  # not while it runs
-    assert session.run(queue.ack, "node", claims, "w") == set()
+    assert settle(session, claims, "w", "done") == settled(due="1")
     assert [(c.key, c.generation) for c in claim(session, shards, "w")] == [("1", 2)]
 
 
-def test_an_enqueue_that_commits_after_the_run_ended_is_not_lost(connect: Callable[[], Session]) -> None:
+def test_a_run_that_ends_waits_for_nobody_and_loses_no_change(connect: Callable[[], Session]) -> None:
+    writer, worker = connect(), connect()
+    shards = own(worker, "w")
+    writer.run(queue.enqueue, "node", ["1", "2"])
+    claims = claim(worker, shards, "w")
+
+    def change(tx: Tx) -> None:
+        queue.enqueue(tx, "node", ["1"])
+        assert settle(worker, claims, "w", "done") == settled(gone="2", busy="1")
+
+    writer.run(change)
+    assert settle(worker, claims, "w", "done") == settled(due="1")
+    assert keys(claim(worker, shards, "w")) == ["1"]
+
+
+def test_an_enqueue_after_the_run_has_ended_is_a_new_row(connect: Callable[[], Session]) -> None:
     writer, worker = connect(), connect()
     shards = own(worker, "w")
     writer.run(queue.enqueue, "node", ["1"])
     claims = claim(worker, shards, "w")
-    worker.run(queue.ack, "node", claims, "w")
+    settle(worker, claims, "w", "done")
     writer.run(queue.enqueue, "node", ["1"])
     assert keys(claim(worker, shards, "w")) == ["1"]
 
 
-def settle_nothing(session: Session, claims: list[Claimed]) -> None:
-    assert session.run(queue.ack, "node", claims, "late") == set()
-    session.run(queue.postpone, "node", dict.fromkeys(claims, 60.0), "late")
-    session.run(queue.fail, "node", dict.fromkeys(claims, (60.0, "late")), "late")
-    session.run(queue.release, "node", claims, "late")
-
-
-def test_a_worker_that_lost_its_claim_settles_nothing(session: Session) -> None:
+@pytest.mark.parametrize("result", ["done", "again", "failed", "given_back"])
+def test_a_worker_that_lost_its_claim_settles_nothing(session: Session, result: Result) -> None:
     session.run(queue.enqueue, "node", ["1"])
     claims = claim(session, own(session, "late"), "late")
     session.conn.execute("update work_queue set claimed_until = compute_now()")
     assert keys(claim(session, own(session, "new"), "new")) == ["1"]
-    settle_nothing(session, claims)
+    error = "late" if result == "failed" else ""
+    assert settle(session, claims, "late", result, after_s=60.0, error=error) == settled()
     assert row(session, "1") == (1, 0, "new", True, "")
 
 
@@ -159,7 +179,7 @@ def test_a_run_that_wants_another_gets_it_later_or_at_once_if_enqueued(session: 
     shards = own(session, "w")
     claims = claim(session, shards, "w")
     session.run(queue.enqueue, "node", ["2"])
-    session.run(queue.postpone, "node", dict.fromkeys(claims, 60.0), "w")
+    assert settle(session, claims, "w", "again", after_s=60.0) == settled(due="2")
     assert row(session, "1") == (1, 0, None, False, "")
     assert keys(claim(session, shards, "w")) == ["2"]
     session.run(queue.enqueue, "node", ["1"])
@@ -171,21 +191,31 @@ def test_a_run_that_failed_backs_off_and_says_why(session: Session) -> None:
     shards = own(session, "w")
     claims = claim(session, shards, "w")
     session.run(queue.enqueue, "node", ["2"])
-    session.run(queue.fail, "node", dict.fromkeys(claims, (60.0, "KeyError: 7" * 100)), "w")
+    assert settle(session, claims, "w", "failed", after_s=60.0, error="KeyError: 7" * 100) == settled(due="2")
     assert row(session, "1") == (1, 1, None, False, ("KeyError: 7" * 100)[: queue.ERROR_LENGTH_MAX])
     again = claim(session, shards, "w")
     assert [(c.key, c.attempts) for c in again] == [("2", 1)]
+    settle(session, again, "w", "given_back")
+    assert row(session, "2") == (2, 1, None, True, ("KeyError: 7" * 100)[: queue.ERROR_LENGTH_MAX])
     session.run(queue.enqueue, "node", ["1"])
-    assert [(c.key, c.attempts) for c in claim(session, shards, "w")] == [("1", 0)]
+    assert [(c.key, c.attempts) for c in claim(session, shards, "w") if c.key == "1"] == [("1", 0)]
+
+
+def test_a_run_that_succeeds_after_failures_starts_counting_anew(session: Session) -> None:
+    session.run(queue.enqueue, "node", ["1"])
+    shards = own(session, "w")
+    settle(session, claim(session, shards, "w"), "w", "failed", error="no")
+    settle(session, claim(session, shards, "w"), "w", "again")
+    assert row(session, "1") == (1, 0, None, True, "")
 
 
 def test_the_resync_wakes_what_waits_and_leaves_alone_what_backs_off(session: Session) -> None:
     session.run(queue.enqueue, "node", ["waits", "fails", "due"])
     shards = own(session, "w")
     claims = {claimed.key: claimed for claimed in claim(session, shards, "w")}
-    session.run(queue.postpone, "node", {claims["waits"]: 60.0}, "w")
-    session.run(queue.fail, "node", {claims["fails"]: (60.0, "no")}, "w")
-    session.run(queue.release, "node", [claims["due"]], "w")
+    settle(session, [claims["waits"]], "w", "again", after_s=60.0)
+    settle(session, [claims["fails"]], "w", "failed", after_s=60.0, error="no")
+    settle(session, [claims["due"]], "w", "given_back")
     assert session.run(queue.enqueue_missing, "node", ["waits", "fails", "due", "new"]) == 2
     assert sorted((c.key, c.generation) for c in claim(session, shards, "w")) == [("due", 1), ("new", 1), ("waits", 1)]
 
@@ -202,7 +232,7 @@ def test_a_worker_gives_back_what_it_has_claimed(session: Session) -> None:
 def test_depths_count_what_is_due_and_what_fails(session: Session) -> None:
     session.run(queue.enqueue, "node", ["1", "2"])
     claims = claim(session, own(session, "w"), "w", limit=1)
-    session.run(queue.fail, "node", dict.fromkeys(claims, (60.0, "no")), "w")
+    settle(session, claims, "w", "failed", after_s=60.0, error="no")
     session.run(queue.enqueue, "pool", ["1"])
     session.conn.execute("update work_queue set due_at = due_at - interval '90 s' where queue = 'pool'")
     node, pool = session.run(queue.depths)
@@ -221,3 +251,19 @@ def test_a_gateway_may_enqueue_and_nothing_else(dsn: Dsn, session: Session) -> N
     assert session.conn.execute("select queue, key, shard from work_queue").fetchall() == [
         ("inbox", "7", shard_of("7"))
     ]
+
+
+def test_a_claim_reads_no_more_of_a_long_queue_than_it_takes(session: Session) -> None:
+    session.run(queue.enqueue, "node", [str(key) for key in range(5_000)])
+    shards = own(session, "w")
+
+    def count_rows(tx: Tx) -> tuple[int, int]:
+        assert len(queue.claim(tx, "node", shards, "w", limit=8, claim_s=CLAIM_S)) == 8
+        ((scanned, fetched),) = tx.tuples(
+            "select seq_tup_read, idx_tup_fetch from pg_stat_xact_user_tables where relname = 'work_queue'"
+        )
+        return scanned, fetched
+
+    scanned, fetched = session.run(count_rows)
+    assert scanned == 0
+    assert fetched <= 3 * 8
