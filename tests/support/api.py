@@ -1,0 +1,157 @@
+"""The whole API over a test's database, called in process through the ASGI transport."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from prometheus_client import CollectorRegistry
+
+from controlplane.api.app import create_app
+from controlplane.api.calls import ApiContext
+from controlplane.api.health import Health
+from controlplane.api.sse import EventHub, open_event_hub
+from controlplane.db.pool import DatabaseConfig, open_database
+from controlplane.iam.bootstrap import ensure_root
+from controlplane.iam.embedded import EmbeddedIam
+from controlplane.iam.gate import Gate
+from shared.clocks import SystemClock
+from shared.ids import IdSource
+from shared.metrics import Metrics
+from shared.signing import IntentSigner
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Mapping
+
+    from quart_trio import QuartTrio
+
+    from controlplane.api.methods import AnyMethod
+    from controlplane.db.pool import Database
+    from controlplane.iam.port import Iam
+    from tests.support.postgres import Dsn
+
+HEADERS = {"x-better-compute": "1", "content-type": "application/json"}
+
+
+@dataclass
+class RecordedRings:
+    """A doorbell that nobody hears."""
+
+    rung: list[str] = field(default_factory=list[str])
+
+    def ring(self, channel: str, payload: str = "") -> None:
+        self.rung.append(channel)
+
+
+@dataclass
+class Reply:
+    """An answer, taken apart."""
+
+    status: int
+    body: dict[str, Any]
+    headers: httpx2.Headers
+
+    @property
+    def data(self) -> Any:
+        assert "data" in self.body, self.body
+        return self.body["data"]
+
+    @property
+    def code(self) -> str:
+        """The error's code, OK for none."""
+        return self.body["error"]["code"] if "error" in self.body else "OK"
+
+    @property
+    def message(self) -> str:
+        return self.body["error"]["message"]
+
+    @property
+    def field(self) -> str | None:
+        return self.body["error"].get("field")
+
+
+@dataclass
+class Api:
+    """The application and what it was made of; `root` is the first admin's key."""
+
+    app: QuartTrio
+    context: ApiContext
+    hub: EventHub
+    health: Health
+    rings: RecordedRings
+    client: httpx2.AsyncClient
+    root: str
+
+    async def call(self, path: str, *, key: str | None = None, headers: Mapping[str, str] | None = None, **typed: Any):
+        """Call a method; `key` is the API key, root's by default."""
+        return await self.send("POST", f"/api/compute/{path}", json=typed, key=key, headers=headers)
+
+    async def ok(self, path: str, *, key: str | None = None, **typed: Any) -> Any:
+        """Call a method that must succeed, and return its data."""
+        reply = await self.call(path, key=key, **typed)
+        assert reply.code == "OK", reply.body
+        return reply.data
+
+    async def send(
+        self,
+        http_method: str,
+        path: str,
+        *,
+        json: object = None,
+        content: bytes | None = None,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        all_headers = {**HEADERS, "authorization": f"Bearer {key or self.root}", **(headers or {})}
+        all_headers = {name: value for name, value in all_headers.items() if value}
+        response = await self.client.request(http_method, path, json=json, content=content, headers=all_headers)
+        return Reply(response.status_code, response.json() if response.content else {}, response.headers)
+
+    @property
+    def decisions(self) -> int:
+        return self.context.iam.statistics().decisions
+
+    async def make_tenant(self, slug: str, *, parent: str | None = None, role: str = "admin") -> str:
+        """Make a tenant and return the key of somebody in it."""
+        await self.ok("tenants/create", slug=slug, **({"parent": parent} if parent else {}))
+        return await self.make_key(slug, role=role)
+
+    async def make_key(self, tenant: str, *, role: str, name: str | None = None) -> str:
+        made = await self.ok("apiKeys/create", tenant=tenant, name=name or f"{tenant}-{role}", role=role)
+        return made["key"]
+
+
+@asynccontextmanager
+async def open_api(
+    dsn: Dsn,
+    *,
+    iam: Iam | None = None,
+    methods: Mapping[str, AnyMethod] | None = None,
+    database: Database | None = None,
+) -> AsyncGenerator[Api]:
+    """Open the API on a database, with a root tenant and its admin."""
+    async with open_database(DatabaseConfig(dsn.api, pool_size=4)) as pool:
+        used = database or pool
+        ids = IdSource(SystemClock())
+        root = await pool.run_tx(ensure_root, ids)
+        assert root.key is not None, "a fresh database"
+        metrics = Metrics(CollectorRegistry())
+        rings = RecordedRings()
+        context = ApiContext(
+            db=used,
+            iam=Gate(iam or EmbeddedIam(used), metrics.iam),
+            clock=SystemClock(),
+            ids=ids,
+            doorbell=rings,
+            metrics=metrics,
+            signer=IntentSigner(Ed25519PrivateKey.generate()),
+        )
+        async with open_event_hub(used, metrics.http.streams.set) as hub:
+            health = Health(used)
+            app = create_app(context, hub, health, version="0", methods=methods)
+            transport = httpx2.ASGITransport(app=app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://api") as client:
+                yield Api(app, context, hub, health, rings, client, root.key)
