@@ -82,6 +82,9 @@ class GatewayMetrics:
     def __init__(self, make: _Maker) -> None:
         self.sessions = make.gauge("gateway_sessions", "Agent sessions that have had their Welcome.")
         self.connections = make.gauge("gateway_connections", "TCP connections, joining and refused ones included.")
+        self.ends = make.bounded_counter(
+            "gateway_connection_ends", "Connections ended after the handshake, by reason.", ("reason",)
+        )
         self.hellos_pending = make.gauge("gateway_pending_hellos", "Hellos that wait for their Welcome.")
         self.handshakes = make.bounded_counter(
             "gateway_handshakes", "TLS handshakes by result: ok, failed, timeout, refused.", ("result",)

@@ -37,12 +37,14 @@ def insert_reports(tx: Tx, reports: Sequence[NewReport]) -> set[int]:
         """
         with arrived as (
           select * from unnest(%(nodes)s::int4[], %(epochs)s::int8[], %(kinds)s::text[], %(keys)s::text[],
-                               %(envelopes)s::bytea[]) as t (node_id, epoch, kind, key, envelope)
+                               %(envelopes)s::bytea[]) with ordinality as t (node_id, epoch, kind, key, envelope, place)
+        ), first as (
+          select distinct on (a.node_id, a.key) a.*
+          from arrived a join node_session s on s.node_id = a.node_id and s.epoch = a.epoch
+          order by a.node_id, a.key, a.place
         ), stored as (
           insert into node_report (node_id, kind, key, epoch, envelope)
-          select distinct on (a.node_id, a.key) a.node_id, a.kind, a.key, a.epoch, a.envelope
-          from arrived a join node_session s on s.node_id = a.node_id and s.epoch = a.epoch
-          order by a.node_id, a.key
+          select node_id, kind, key, epoch, envelope from first order by node_id, place
           on conflict (node_id, key) do nothing
         )
         select distinct a.node_id from arrived a
