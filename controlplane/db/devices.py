@@ -1,0 +1,252 @@
+"""Devices of a node and the inventory that they are derived from.
+
+A device row is a GPU in a slot for as long as it is there; a GPU that was replaced is retired and
+its slot goes to the new one. What an inventory says is written set-wise, one statement for a table.
+`inventory_snapshot` keeps every version of a section that was acted on, so it says too whether there
+is anything new to act on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controlplane.model.devices import KnownDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from controlplane.db.tx import Tx
+    from controlplane.model.devices import DeviceFacts, LinkFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSection:
+    """A section as it was last sent; `news` unless this very body has been acted on."""
+
+    section: str
+    body: bytes
+    news: bool
+
+
+def load_inventory(tx: Tx, node_id: int) -> list[StoredSection]:
+    return tx.rows(
+        StoredSection,
+        """
+        select i.section, i.body,
+               not exists (select from inventory_snapshot t
+                           where t.node_id = i.node_id and t.section = i.section and t.hash = i.hash
+                             and t.taken_at >= i.received_at) as news
+        from node_inventory i where i.node_id = %(node)s order by i.section
+        """,
+        {"node": node_id},
+    )
+
+
+def record_snapshot(tx: Tx, node_id: int, sections: Sequence[str]) -> None:
+    """Note that these sections have been acted on as they are now."""
+    tx.execute(
+        """
+        insert into inventory_snapshot (node_id, section, hash, body)
+        select node_id, section, hash, body from node_inventory
+        where node_id = %(node)s and section = any(%(sections)s)
+        """,
+        {"node": node_id, "sections": list(sections)},
+    )
+
+
+def load_known(tx: Tx, node_id: int) -> list[KnownDevice]:
+    """The node's live devices, by slot."""
+    return tx.rows(
+        KnownDevice,
+        """
+        select device_id, slot, uuid, serial, model, pci_bus_id, memory_mib, nvlink_group, health, health_reason
+        from device where node_id = %(node)s and retired_at is null order by slot
+        """,
+        {"node": node_id},
+    )
+
+
+def load_owners(tx: Tx, node_id: int, uuids: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(UUID, node id, node name) of those of the UUIDs that are live on another node."""
+    return [
+        (uuid, public_id, name)
+        for uuid, public_id, name in tx.tuples(
+            """
+            select d.uuid, n.public_id, n.name from device d join node n using (node_id)
+            where d.uuid = any(%(uuids)s) and d.retired_at is null and d.node_id <> %(node)s
+            order by d.uuid
+            """,
+            {"node": node_id, "uuids": list(uuids)},
+        )
+    ]
+
+
+def retire_devices(tx: Tx, device_ids: Sequence[int]) -> None:
+    """Take GPUs out of their slots: replaced, or gone with their node."""
+    tx.execute(
+        "update device set retired_at = compute_now() where device_id = any(%(ids)s) and retired_at is null",
+        {"ids": list(device_ids)},
+    )
+
+
+def retire_all(tx: Tx, node_id: int) -> None:
+    tx.execute(
+        "update device set retired_at = compute_now() where node_id = %(node)s and retired_at is null",
+        {"node": node_id},
+    )
+
+
+def insert_devices(tx: Tx, node_id: int, public_ids: Sequence[str], facts: Sequence[DeviceFacts]) -> None:
+    """Put GPUs into free slots. Raises UniqueConflict (device_uuid_live) if another node has one of them."""
+    tx.execute(
+        """
+        insert into device (public_id, node_id, slot, uuid, serial, model, pci_bus_id, memory_mib, nvlink_group, health,
+                            health_reason)
+        select public_id, %(node)s, slot, uuid, serial, model, pci, memory, nvlink, health, reason
+        from unnest(%(public_ids)s::text[], %(slots)s::int2[], %(uuids)s::text[], %(serials)s::text[],
+                    %(models)s::text[], %(pcis)s::text[], %(memories)s::int4[], %(groups)s::int2[], %(healths)s::text[],
+                    %(reasons)s::text[])
+             as t (public_id, slot, uuid, serial, model, pci, memory, nvlink, health, reason)
+        order by slot
+        """,
+        {"node": node_id, "public_ids": list(public_ids), **_columns(facts)},
+    )
+
+
+def update_devices(tx: Tx, node_id: int, facts: Sequence[DeviceFacts]) -> int:
+    """Write what has changed of GPUs that stay in their slots; returns how many rows."""
+    return tx.execute(
+        """
+        update device d
+        set serial = t.serial, model = t.model, pci_bus_id = t.pci, memory_mib = t.memory, nvlink_group = t.nvlink,
+            health = t.health, health_reason = t.reason
+        from unnest(%(slots)s::int2[], %(uuids)s::text[], %(serials)s::text[], %(models)s::text[], %(pcis)s::text[],
+                    %(memories)s::int4[], %(groups)s::int2[], %(healths)s::text[], %(reasons)s::text[])
+             as t (slot, uuid, serial, model, pci, memory, nvlink, health, reason)
+        where d.node_id = %(node)s and d.slot = t.slot and d.uuid = t.uuid and d.retired_at is null
+        """,
+        {"node": node_id, **_columns(facts)},
+    )
+
+
+def _columns(facts: Sequence[DeviceFacts]) -> dict[str, object]:
+    return {
+        "slots": [fact.slot for fact in facts],
+        "uuids": [fact.uuid for fact in facts],
+        "serials": [fact.serial for fact in facts],
+        "models": [fact.model for fact in facts],
+        "pcis": [fact.pci_bus_id for fact in facts],
+        "memories": [fact.memory_mib for fact in facts],
+        "groups": [fact.nvlink_group for fact in facts],
+        "healths": [fact.health for fact in facts],
+        "reasons": [fact.health_reason for fact in facts],
+    }
+
+
+def replace_links(tx: Tx, node_id: int, links: Sequence[LinkFacts]) -> None:
+    """Make the node's links be exactly these."""
+    tx.execute(
+        """
+        with wanted as (
+          select * from unnest(%(slots)s::int2[], %(peers)s::text[], %(kinds)s::text[], %(lanes)s::int2[])
+            as t (slot, peer, kind, lanes)
+        ), gone as (
+          delete from device_link k
+          where k.node_id = %(node)s and not exists (select from wanted w where w.slot = k.slot and w.peer = k.peer)
+        )
+        insert into device_link as k (node_id, slot, peer, kind, lanes)
+        select %(node)s, slot, peer, kind, lanes from wanted
+        on conflict (node_id, slot, peer) do update set kind = excluded.kind, lanes = excluded.lanes
+          where (k.kind, k.lanes) is distinct from (excluded.kind, excluded.lanes)
+        """,
+        {
+            "node": node_id,
+            "slots": [link.slot for link in links],
+            "peers": [link.peer for link in links],
+            "kinds": [link.kind for link in links],
+            "lanes": [link.lanes for link in links],
+        },
+    )
+
+
+def set_scalars(tx: Tx, node_id: int, *, vcpus: int, memory_mib: int) -> bool:
+    """Note what the machine has; says whether more is held than that."""
+    held = tx.tuples(
+        """
+        insert into node_capacity as k (node_id, vcpu_total, memory_mib_total)
+        values (%(node)s, %(vcpus)s, %(memory)s)
+        on conflict (node_id) do update
+          set vcpu_total = excluded.vcpu_total, memory_mib_total = excluded.memory_mib_total
+        returning vcpu_held > vcpu_total or memory_mib_held > memory_mib_total
+        """,
+        {"node": node_id, "vcpus": vcpus, "memory": memory_mib},
+    )
+    return held[0][0]
+
+
+# --- views -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRow:
+    """A device as operators see it; `held_by` is the reservation that holds it, or any part of it, now."""
+
+    device_id: int
+    public_id: str
+    node_id: int
+    node_public_id: str
+    node_name: str
+    pool_slug: str
+    slot: int
+    uuid: str
+    serial: str
+    model: str
+    pci_bus_id: str
+    memory_mib: int
+    nvlink_group: int | None
+    health: str
+    health_reason: str
+    held_by: str | None
+    created_at: datetime
+    retired_at: datetime | None
+
+
+_ROW = """
+  select d.device_id, d.public_id, d.node_id, n.public_id as node_public_id, n.name as node_name, p.slug as pool_slug,
+    d.slot, d.uuid, d.serial, d.model, d.pci_bus_id, d.memory_mib, d.nvlink_group, d.health, d.health_reason,
+    (select r.public_id from allocation a join reservation r using (reservation_id)
+     where d.retired_at is null and a.node_id = d.node_id and a.released_at is null
+       and a.spans && int4multirange(int4range(d.slot * 48, (d.slot + 1) * 48))
+     order by a.allocation_id limit 1) as held_by,
+    d.created_at, d.retired_at
+  from device d join node n using (node_id) join pool p using (pool_id)
+"""
+
+
+def find_device(tx: Tx, ref: str) -> DeviceRow | None:
+    """Look a device up by its id, or a live one by its UUID."""
+    return tx.row(
+        DeviceRow,
+        _ROW + "where d.public_id = %(ref)s or (d.uuid = %(ref)s and d.retired_at is null)",
+        {"ref": ref},
+    )
+
+
+def page_devices(
+    tx: Tx, *, node_id: int | None, pool_id: int | None, health: str | None, after: int, limit: int
+) -> list[DeviceRow]:
+    """One page of live devices by age."""
+    return tx.rows(
+        DeviceRow,
+        _ROW
+        + """
+        where d.retired_at is null and d.device_id > %(after)s
+          and (%(node)s::int4 is null or d.node_id = %(node)s)
+          and (%(pool)s::int4 is null or n.pool_id = %(pool)s)
+          and (%(health)s::text is null or d.health = %(health)s)
+        order by d.device_id limit %(limit)s
+        """,
+        {"after": after, "node": node_id, "pool": pool_id, "health": health, "limit": limit},
+    )
