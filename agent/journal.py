@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.blocking import Blocking
+    from shared.wire import ReportKind
 
 _log = structlog.get_logger()
 
@@ -142,7 +143,7 @@ class StoredReport:
 
     slot: str
     key: str
-    kind: str
+    kind: ReportKind
     envelope: bytes
 
 
@@ -201,14 +202,14 @@ class Journal:
         """
         return await self._blocking.run(lambda: self._begin_command(command_id, kind))
 
-    async def finish_command(self, command_id: str, result: bytes) -> None:
-        """Record how a command ended, before anybody is told.
+    async def finish_command(self, command_id: str, result: bytes, report: StoredReport | None = None) -> None:
+        """Record how a command ended, before anybody is told, and with it the report that tells.
 
         Raises:
             CommandNotRunning: it was never begun, or has a result.
             JournalFull: the result is too large.
         """
-        await self._blocking.run(lambda: self._finish_command(command_id, result))
+        await self._blocking.run(lambda: self._finish_command(command_id, result, report))
 
     async def list_commands(self) -> list[CommandRecord]:
         """Return every command that is remembered, oldest first."""
@@ -263,9 +264,9 @@ class Journal:
             )
         return None
 
-    def _finish_command(self, command_id: str, result: bytes) -> None:
+    def _finish_command(self, command_id: str, result: bytes, report: StoredReport | None) -> None:
         _check_size(result)
-        with self._writing():
+        with self._writing() as sequence:
             done = self._connection.execute(
                 "update command set state = 'done', result = ? where command_id = ? and state = 'recorded'",
                 (result, command_id),
@@ -280,6 +281,8 @@ class Journal:
                 """,
                 (ENDED_COMMANDS_MAX,),
             )
+            if report is not None:
+                self._insert_report(report, sequence)
 
     def _list_commands(self) -> list[CommandRecord]:
         rows = self._connection.execute("select command_id, kind, state, result from command order by sequence")
@@ -302,20 +305,23 @@ class Journal:
         return None if row is None else DesiredState(*row)
 
     def _put_report(self, report: StoredReport) -> None:
-        _check_size(report.envelope)
         with self._writing() as sequence:
-            self._connection.execute(
-                "insert or replace into report (slot, sequence, key, kind, envelope) values (?, ?, ?, ?, ?)",
-                (report.slot, sequence, report.key, report.kind, report.envelope),
+            self._insert_report(report, sequence)
+
+    def _insert_report(self, report: StoredReport, sequence: int) -> None:
+        _check_size(report.envelope)
+        self._connection.execute(
+            "insert or replace into report (slot, sequence, key, kind, envelope) values (?, ?, ?, ?, ?)",
+            (report.slot, sequence, report.key, report.kind, report.envelope),
+        )
+        dropped = self._connection.execute(
+            """
+            delete from report where sequence <= (
+                select sequence from report order by sequence desc limit 1 offset ?
             )
-            dropped = self._connection.execute(
-                """
-                delete from report where sequence <= (
-                    select sequence from report order by sequence desc limit 1 offset ?
-                )
-                """,
-                (REPORTS_MAX,),
-            )
+            """,
+            (REPORTS_MAX,),
+        )
         if dropped.rowcount:
             _log.warning("journal.reports_dropped", count=dropped.rowcount, reports_max=REPORTS_MAX)
 
