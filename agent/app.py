@@ -91,9 +91,11 @@ class Agent:
         self._parts = parts
         self._diagnosis: DiagnosisView | None = None
         self._changed = Wake()
+        self._connection_changed = trio.Event()
         parts.watch.on_change = self._on_machine_change
         parts.executor.on_end = self._on_command_end
-        for part in (parts.binder, parts.renewal, parts.dialer):
+        parts.dialer.on_change = self._on_connection_change
+        for part in (parts.binder, parts.renewal):
             part.on_change = self._changed.set
 
     # --- what it is --------------------------------------------------------------------------
@@ -174,6 +176,10 @@ class Agent:
         """Look at the machine soon: something has changed on it."""
         self._parts.watch.look_soon()
 
+    async def wait_connection_changed(self) -> None:
+        """Wait until `connection` is another one than now."""
+        await self._connection_changed.wait()
+
     async def close(self) -> None:
         """Begin no more commands, and wait for those that run; the caller sets the deadline."""
         await self._parts.executor.close()
@@ -182,6 +188,11 @@ class Agent:
 
     def _on_machine_change(self) -> None:
         self._parts.binder.recheck()
+        self._changed.set()
+
+    def _on_connection_change(self) -> None:
+        self._connection_changed.set()
+        self._connection_changed = trio.Event()
         self._changed.set()
 
     def _on_command_end(self, kind: str, outcome: Outcome) -> None:
