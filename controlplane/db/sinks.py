@@ -33,6 +33,10 @@ class Sink:
     cursor_seq: int
     failures: int
 
+    @property
+    def cursor(self) -> Position:
+        return Position(self.cursor_xid, self.cursor_seq)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -62,8 +66,8 @@ def next_batch(tx: Tx, public_id: str, *, limit: int) -> Batch | None:
     )
     if sink is None:
         return None
-    seen = outbox.read_after(tx, Position(sink.cursor_xid, sink.cursor_seq), limit=limit, tenant_ids=None)
-    end = seen[-1].position if seen else Position(sink.cursor_xid, sink.cursor_seq)
+    seen = outbox.read_after(tx, sink.cursor, limit=limit, tenant_ids=None)
+    end = seen[-1].position if seen else sink.cursor
     if sink.tenant_id is not None:
         below = {tenant for (tenant,) in tx.tuples("select iam.tenant_subtree(%s)", (sink.tenant_id,))}
         wanted = tuple(event for event in seen if event.tenant_id in below)

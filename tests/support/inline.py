@@ -77,5 +77,6 @@ async def open_inline_database(dsn: Dsn) -> AsyncGenerator[InlineDatabase]:
 async def wait_until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
     """Look every tenth of a virtual second until the condition holds; raises TooSlowError."""
     with trio.fail_after(within_s):
+        await trio.lowlevel.checkpoint()
         while not condition():  # noqa: ASYNC110 - what is waited for is in the database, or many things
             await trio.sleep(0.1)  # sleeps: in virtual time
