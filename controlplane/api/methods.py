@@ -10,7 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from controlplane.api.calls import Drafted, Idempotent, Mutation, Read
-from controlplane.api.groups import api_keys, audit, events, offerings, pools, projects, quotas, sites, tenants
+from controlplane.api.groups import (
+    api_keys,
+    audit,
+    events,
+    fleet,
+    offerings,
+    pools,
+    projects,
+    quotas,
+    reservations,
+    sites,
+    tenants,
+)
 from controlplane.iam.catalog import ACTIONS
 
 if TYPE_CHECKING:
@@ -30,6 +42,8 @@ _GROUPS: tuple[tuple[AnyMethod, ...], ...] = (
     api_keys.METHODS,
     events.METHODS,
     audit.METHODS,
+    reservations.METHODS,
+    fleet.METHODS,
 )
 
 

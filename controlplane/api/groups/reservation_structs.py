@@ -26,39 +26,43 @@ DURATION_S_MAX = 3650 * 86_400
 Gpus = Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="GPUs over all nodes.")]
 
 
-class Asked(Input, frozen=True, kw_only=True):
+class Asked(Idempotent, frozen=True, kw_only=True):
     """What is asked for. Amounts are totals over all nodes."""
 
-    pool: Annotated[str | None, msgspec.Meta(max_length=64, description="Id or slug of the pool.")] = None
-    offering: Annotated[
-        str | None, msgspec.Meta(max_length=64, description="Id or slug of an offering, in place of pool and amounts.")
-    ] = None
+    pool: Annotated[str, msgspec.Meta(max_length=64, description="Id or slug of the pool.")] | None = None
+    offering: (
+        Annotated[
+            str, msgspec.Meta(max_length=64, description="Id or slug of an offering, in place of pool and amounts.")
+        ]
+        | None
+    ) = None
     gpus: Gpus | None = None
-    nodes: Annotated[int | None, msgspec.Meta(description="How many nodes the amounts are divided over.")] = None
+    nodes: Annotated[int, msgspec.Meta(description="How many nodes the amounts are divided over.")] | None = None
     topology: Annotated[
         str, msgspec.Meta(description="`any`, or `nvlink-all` for GPUs that all reach each other by NVLink.")
     ] = "any"
     whole_node: Annotated[bool, msgspec.Meta(description="Nodes that nobody else uses.")] = False
-    vcpus: Annotated[int | None, msgspec.Meta(le=AMOUNT_MAX)] = None
-    memory_mib: Annotated[int | None, msgspec.Meta(le=MEMORY_MIB_MAX)] = None
-    start: Annotated[datetime | None, msgspec.Meta(description="When; left out is as soon as possible.")] = None
-    duration_s: Annotated[
-        int | None, msgspec.Meta(le=DURATION_S_MAX, description="How long, in seconds; left out is open-ended.")
-    ] = None
+    vcpus: Annotated[int, msgspec.Meta(le=AMOUNT_MAX)] | None = None
+    memory_mib: Annotated[int, msgspec.Meta(le=MEMORY_MIB_MAX)] | None = None
+    start: Annotated[datetime, msgspec.Meta(description="When; left out is as soon as possible.")] | None = None
+    duration_s: (
+        Annotated[int, msgspec.Meta(le=DURATION_S_MAX, description="How long, in seconds; left out is open-ended.")]
+        | None
+    ) = None
 
 
-class CreateInput(Asked, Idempotent, frozen=True, kw_only=True):
+class CreateInput(Asked, frozen=True, kw_only=True):
     """A new reservation."""
 
-    tenant: Annotated[str | None, msgspec.Meta(max_length=64, description="Id or slug; left out is your own.")] = None
-    project: Annotated[str | None, msgspec.Meta(max_length=64)] = None
+    tenant: Annotated[str, msgspec.Meta(max_length=64, description="Id or slug; left out is your own.")] | None = None
+    project: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     name: Annotated[str, msgspec.Meta(max_length=200)] = ""
     queue: Annotated[
         bool, msgspec.Meta(description="Wait for room if there is none; otherwise the answer is SOLD_OUT.")
     ] = True
-    queue_for_s: Annotated[
-        int | None, msgspec.Meta(le=DURATION_S_MAX, description="How long to wait at most, in seconds.")
-    ] = None
+    queue_for_s: (
+        Annotated[int, msgspec.Meta(le=DURATION_S_MAX, description="How long to wait at most, in seconds.")] | None
+    ) = None
 
 
 class PreviewInput(Asked, frozen=True, kw_only=True):
@@ -80,8 +84,8 @@ class GetInput(Input, frozen=True, kw_only=True):
 
 
 class ReservationListInput(ListInput, frozen=True, kw_only=True):
-    pool: Annotated[str | None, msgspec.Meta(max_length=64)] = None
-    states: Annotated[list[ReservationState] | None, msgspec.Meta(max_length=11)] = None
+    pool: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    states: Annotated[list[ReservationState], msgspec.Meta(max_length=11)] | None = None
 
 
 class ReleaseInput(Idempotent, frozen=True, kw_only=True):

@@ -1,0 +1,281 @@
+"""Whether what must always hold does: the statements behind `bcctl doctor`.
+
+Each looks for rows that break a rule and returns how many there are, with a few named. They read
+only, in one pass over what is live, and lock nothing, so that they can be asked of a busy database;
+each statement sees one moment, in which a transaction is wholly done or not begun.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import LiteralString
+
+    from controlplane.db.tx import Tx
+
+EXAMPLES_MAX = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Rows that break a rule: how many, and what a few of them are."""
+
+    count: int
+    examples: tuple[str, ...]
+
+
+NONE_FOUND = Found(0, ())
+
+
+def _find(tx: Tx, offenders: LiteralString, parameters: Mapping[str, object] | None = None) -> Found:
+    """Run a query that returns one text a finding, in an order; a percent sign in it is doubled."""
+    rows: list[tuple[str, int]] = tx.tuples(
+        "select example, count(*) over () from (" + offenders + ") as t (example) limit %(examples_max)s",
+        {**(parameters or {}), "examples_max": EXAMPLES_MAX},
+    )
+    return Found(rows[0][1], tuple(example for example, _ in rows)) if rows else NONE_FOUND
+
+
+# --- I1, I3: nothing twice ---------------------------------------------------------------------
+
+
+def find_overlapping_bookings(tx: Tx) -> Found:
+    """Live bookings of the same units at the same time."""
+    return _find(
+        tx,
+        """
+        select format('node %%s: bookings %%s and %%s', n.name, a.booking_id, b.booking_id)
+        from booking a join booking b
+          on a.node_id = b.node_id and a.booking_id < b.booking_id and a.spans && b.spans and a.during && b.during
+        join node n on n.node_id = a.node_id
+        where a.live and b.live
+        order by a.booking_id, b.booking_id
+        """,
+    )
+
+
+def find_overlapping_holds(tx: Tx) -> Found:
+    """Unreleased allocations of the same units."""
+    return _find(
+        tx,
+        """
+        select format('node %%s: %%s and %%s', n.name, a.public_id, b.public_id)
+        from allocation a join allocation b
+          on a.node_id = b.node_id and a.allocation_id < b.allocation_id and a.spans && b.spans
+        join node n on n.node_id = a.node_id
+        where a.released_at is null and b.released_at is null
+        order by a.allocation_id, b.allocation_id
+        """,
+    )
+
+
+def find_active_without_evidence(tx: Tx) -> Found:
+    """Active reservations for which some node has not signed."""
+    return _find(
+        tx,
+        """
+        select format('%%s: %%s of %%s nodes have signed', r.public_id, coalesce(a.signed, 0), r.nodes)
+        from reservation r
+        left join (
+          select reservation_id, count(*) as signed from allocation
+          where released_at is null and state = 'bound' and bound_envelope is not null
+          group by reservation_id
+        ) a using (reservation_id)
+        where r.ended_at is null and r.state = 'active' and coalesce(a.signed, 0) <> r.nodes
+        order by r.reservation_id
+        """,
+    )
+
+
+# --- what hangs together -----------------------------------------------------------------------
+
+
+def find_bookings_missing(tx: Tx) -> Found:
+    """Reservations that should be booked on each of their nodes and are not."""
+    return _find(
+        tx,
+        """
+        select format('%%s is %%s: %%s of %%s nodes booked', r.public_id, r.state, coalesce(b.booked, 0), r.nodes)
+        from reservation r
+        left join (
+          select reservation_id, count(*) as booked from booking where live group by reservation_id
+        ) b using (reservation_id)
+        where r.ended_at is null and r.state in ('placed', 'binding', 'active') and coalesce(b.booked, 0) <> r.nodes
+        order by r.reservation_id
+        """,
+    )
+
+
+def find_orphans(tx: Tx) -> Found:
+    """Bookings and holds whose reservation has ended, waits, or does not exist."""
+    return _find(
+        tx,
+        """
+        select what from (
+          select 1 as part, b.booking_id as id,
+                 format('booking %%s of %%s', b.booking_id, coalesce(r.public_id, 'no reservation')) as what
+          from booking b left join reservation r using (reservation_id)
+          where b.live and b.purpose = 'reservation'
+            and (r.state is null or r.state not in ('placed', 'binding', 'active', 'releasing'))
+          union all
+          select 2, a.allocation_id, format('%%s of %%s', a.public_id, coalesce(r.public_id, 'no reservation'))
+          from allocation a left join reservation r using (reservation_id)
+          where a.released_at is null and (r.state is null or r.state not in ('binding', 'active', 'releasing'))
+        ) t order by part, id
+        """,
+    )
+
+
+def find_blocking_orphans(tx: Tx) -> Found:
+    """What nodes hold and the database does not know, after a restore: it blocks its units."""
+    return _find(
+        tx,
+        """
+        select format('node %%s: booking %%s', n.name, b.booking_id)
+        from booking b join node n using (node_id)
+        where b.live and b.purpose = 'orphan'
+        order by b.booking_id
+        """,
+    )
+
+
+def find_stuck_holds(tx: Tx, *, older_than_s: float) -> Found:
+    """Holds that were told to end long ago and whose node has not signed the release."""
+    return _find(
+        tx,
+        """
+        select format('%%s of %%s on node %%s (%%s), releasing since %%s', a.public_id, r.public_id, n.name, n.connectivity,
+                      to_char(a.releasing_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI"Z"'))
+        from allocation a join reservation r using (reservation_id) join node n on n.node_id = a.node_id
+        where a.released_at is null and a.state = 'releasing'
+          and a.releasing_at < compute_now() - make_interval(secs => %(older_than_s)s)
+        order by a.releasing_at, a.allocation_id
+        """,
+        {"older_than_s": older_than_s},
+    )
+
+
+# --- I6: counters equal their rows ---------------------------------------------------------------
+
+
+def find_device_count_drift(tx: Tx) -> Found:
+    """Nodes whose GPU total is not the number of their devices."""
+    return _find(
+        tx,
+        """
+        select format('node %%s: counts %%s, has %%s', n.name, coalesce(c.gpu_total, 0), coalesce(d.devices, 0))
+        from node n
+        left join node_capacity c using (node_id)
+        left join (
+          select node_id, count(*) as devices from device where retired_at is null group by node_id
+        ) d using (node_id)
+        where coalesce(c.gpu_total, 0) <> coalesce(d.devices, 0)
+        order by n.node_id
+        """,
+    )
+
+
+def find_held_drift(tx: Tx) -> Found:
+    """Nodes whose held counters are not the sums of their unreleased holds."""
+    return _find(
+        tx,
+        """
+        select format('node %%s: counts %%s GPUs, %%s vCPUs, %%s MiB; held are %%s, %%s, %%s', n.name,
+                      c.gpu_held, c.vcpu_held, c.memory_mib_held,
+                      coalesce(a.gpus, 0), coalesce(a.vcpus, 0), coalesce(a.memory_mib, 0))
+        from node n join node_capacity c using (node_id)
+        left join (
+          select node_id, sum(cardinality(device_uuids)) as gpus, sum(vcpus) as vcpus, sum(memory_mib) as memory_mib
+          from allocation where released_at is null group by node_id
+        ) a using (node_id)
+        where (c.gpu_held, c.vcpu_held, c.memory_mib_held)
+              is distinct from (coalesce(a.gpus, 0), coalesce(a.vcpus, 0), coalesce(a.memory_mib, 0))
+        order by n.node_id
+        """,
+    )
+
+
+def find_quota_drift(tx: Tx) -> Found:
+    """Quotas whose use is not the sum of the reservations that count against them."""
+    return _find(
+        tx,
+        """
+        select format('%%s: counts %%s GPUs, %%s vCPUs, %%s MiB; used are %%s, %%s, %%s', q.public_id,
+                      q.gpus_used, q.vcpus_used, q.memory_mib_used, u.gpus, u.vcpus, u.memory_mib)
+        from quota q cross join lateral (
+          select coalesce(sum(r.gpus_per_node::int8 * r.nodes), 0) as gpus,
+                 coalesce(sum(r.vcpus_per_node::int8 * r.nodes), 0) as vcpus,
+                 coalesce(sum(r.memory_mib_per_node * r.nodes), 0) as memory_mib
+          from reservation r
+          where r.tenant_id = q.tenant_id and r.ended_at is null
+            and r.state in ('placed', 'binding', 'active', 'releasing')
+            and (q.pool_id is null or q.pool_id = r.pool_id)
+            and (q.project_id is null or q.project_id = r.project_id)
+        ) u
+        where (q.gpus_used, q.vcpus_used, q.memory_mib_used) is distinct from (u.gpus, u.vcpus, u.memory_mib)
+        order by q.quota_id
+        """,
+    )
+
+
+# --- I7: leases, and the work under them -----------------------------------------------------------
+
+
+def find_lapsed_gateways(tx: Tx, *, grace_s: float) -> Found:
+    """Gateways whose lease has run out, or is held anew, while nodes count as connected through the old one."""
+    return _find(
+        tx,
+        """
+        select format('gateway %%s, epoch %%s: %%s nodes', s.gateway_id, s.gateway_epoch, count(*))
+        from node_session s join node n using (node_id)
+        left join lease l on l.name = 'gateway:' || s.gateway_id and l.epoch = s.gateway_epoch
+        where s.open and n.connectivity = 'connected'
+          and (l.expires_at is null or l.expires_at < compute_now() - make_interval(secs => %(grace_s)s))
+          and s.opened_at < compute_now() - make_interval(secs => %(grace_s)s)
+        group by s.gateway_id, s.gateway_epoch
+        order by s.gateway_id, s.gateway_epoch
+        """,
+        {"grace_s": grace_s},
+    )
+
+
+def find_late_work(tx: Tx, *, later_than_s: float) -> Found:
+    """Queues with keys that have been due, and not claimed, for too long."""
+    return _find(
+        tx,
+        """
+        select format('queue %%s: %%s keys, the oldest for %%s s', queue, count(*),
+                      floor(extract(epoch from compute_now() - min(due_at))))
+        from work_queue
+        where due_at < compute_now() - make_interval(secs => %(later_than_s)s)
+          and (claimed_until is null or claimed_until <= compute_now())
+        group by queue order by queue
+        """,
+        {"later_than_s": later_than_s},
+    )
+
+
+def find_failing_work(tx: Tx, *, attempts: int) -> Found:
+    """Keys whose runs keep failing."""
+    return _find(
+        tx,
+        """
+        select format('%%s %%s, %%s times: %%s', queue, key, attempts, left(last_error, 200))
+        from work_queue where attempts >= %(attempts)s
+        order by attempts desc, queue, key
+        """,
+        {"attempts": attempts},
+    )
+
+
+# --- the database itself -----------------------------------------------------------------------
+
+
+def load_version(tx: Tx) -> int:
+    """The newest migration that the database has."""
+    newest = tx.value("select coalesce(max(number), 0) from schema_migration")
+    assert isinstance(newest, int)
+    return newest

@@ -1,0 +1,126 @@
+"""The fleet as a board: what each node has, what is held of it, and the totals.
+
+Totals are read over everything, not over a page. The overlaps are counted from the live rows,
+although the exclusion constraints allow none: the board is there to be believed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from controlplane.db.tx import Tx
+    from controlplane.model.states import Connectivity, ProvisionState
+
+
+@dataclass(frozen=True, slots=True)
+class BoardRow:
+    """A node that is not decommissioned; `connectivity_at` is since when it is what it is."""
+
+    node_id: int
+    public_id: str
+    name: str
+    site: str
+    pool: str
+    provision_state: ProvisionState
+    connectivity: Connectivity
+    connectivity_at: datetime
+    cordoned: bool
+    draining: bool
+    gpus: int
+    gpus_held: int
+    gpus_unhealthy: int
+    vcpus: int
+    vcpus_held: int
+    memory_mib: int
+    memory_mib_held: int
+
+
+def page_board(tx: Tx, *, pool_id: int | None, after: int, limit: int) -> list[BoardRow]:
+    """Nodes with a key beyond `after`, in the order in which they joined."""
+    return tx.rows(
+        BoardRow,
+        """
+        select n.node_id, n.public_id, n.name, s.slug as site, p.slug as pool, n.provision_state, n.connectivity,
+               n.connectivity_at, n.cordoned, n.draining,
+               coalesce(c.gpu_total, 0) as gpus, coalesce(c.gpu_held, 0) as gpus_held,
+               (select count(*) from device d
+                where d.node_id = n.node_id and d.retired_at is null and d.health <> 'healthy') as gpus_unhealthy,
+               coalesce(c.vcpu_total, 0) as vcpus, coalesce(c.vcpu_held, 0) as vcpus_held,
+               coalesce(c.memory_mib_total, 0) as memory_mib, coalesce(c.memory_mib_held, 0) as memory_mib_held
+        from node n join pool p using (pool_id) join site s on s.site_id = n.site_id
+        left join node_capacity c using (node_id)
+        where n.provision_state <> 'decommissioned' and n.node_id > %(after)s
+          and (%(pool)s::int4 is null or n.pool_id = %(pool)s)
+        order by n.node_id limit %(limit)s
+        """,
+        {"pool": pool_id, "after": after, "limit": limit},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BoardTotals:
+    """Sums over the nodes of a pool, or of all."""
+
+    nodes: int
+    nodes_placeable: int
+    nodes_unreachable: int
+    gpus: int
+    gpus_held: int
+    vcpus: int
+    vcpus_held: int
+    memory_mib: int
+    memory_mib_held: int
+
+
+def load_totals(tx: Tx, pool_id: int | None) -> BoardTotals:
+    totals = tx.row(
+        BoardTotals,
+        """
+        select count(*) as nodes, count(*) filter (where n.placeable) as nodes_placeable,
+               count(*) filter (where n.connectivity = 'unreachable') as nodes_unreachable,
+               coalesce(sum(c.gpu_total), 0)::int8 as gpus, coalesce(sum(c.gpu_held), 0)::int8 as gpus_held,
+               coalesce(sum(c.vcpu_total), 0)::int8 as vcpus, coalesce(sum(c.vcpu_held), 0)::int8 as vcpus_held,
+               coalesce(sum(c.memory_mib_total), 0)::int8 as memory_mib,
+               coalesce(sum(c.memory_mib_held), 0)::int8 as memory_mib_held
+        from node n left join node_capacity c using (node_id)
+        where n.provision_state <> 'decommissioned' and (%(pool)s::int4 is null or n.pool_id = %(pool)s)
+        """,
+        {"pool": pool_id},
+    )
+    assert totals is not None, "an aggregate has a row"
+    return totals
+
+
+def count_states(tx: Tx, pool_id: int | None) -> dict[str, int]:
+    """How many reservations that have not ended are in each state."""
+    return dict(
+        tx.tuples(
+            """
+            select state, count(*) from reservation
+            where ended_at is null and (%(pool)s::int4 is null or pool_id = %(pool)s)
+            group by state order by state
+            """,
+            {"pool": pool_id},
+        )
+    )
+
+
+def count_overlaps(tx: Tx) -> int:
+    """Pairs of live bookings, and of unreleased holds, that claim the same units at the same time: 0."""
+    found = tx.value(
+        """
+        select (select count(*) from booking a join booking b
+                  on a.node_id = b.node_id and a.booking_id < b.booking_id
+                     and a.spans && b.spans and a.during && b.during
+                where a.live and b.live)
+             + (select count(*) from allocation a join allocation b
+                  on a.node_id = b.node_id and a.allocation_id < b.allocation_id and a.spans && b.spans
+                where a.released_at is null and b.released_at is null)
+        """
+    )
+    assert isinstance(found, int)
+    return found

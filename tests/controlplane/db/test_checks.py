@@ -1,0 +1,226 @@
+"""Each check of `bcctl doctor` finds what it is for, and a sound ledger passes them all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from controlplane.api import doctor
+from controlplane.db import checks, fleet
+from controlplane.queue.membership import SHARD_TIMING
+from tests.support.ledgers import open_fleet
+
+if TYPE_CHECKING:
+    from tests.support.ledgers import LedgerFleet
+    from tests.support.postgres import Dsn
+
+LEDGER_RULES = {rule.name: rule for rule in doctor._RULES}
+# Most faults are impossible until a constraint or trigger is taken away: what is looked for is that the guards fail.
+
+
+async def live_ledger(fleet: LedgerFleet) -> None:
+    """One reservation in each state that holds something, one queued, and a quota over them."""
+    fleet.execute("insert into quota (public_id, tenant_id, gpus_max) values ('quo_a', 1, 32)")
+    await fleet.bound(await fleet.reserve(2))
+    await fleet.reserve(1)
+    await fleet.reserve(4, start_s=3600)
+    ending = await fleet.reserve(2)
+    await fleet.bound(ending)
+    await fleet.release(ending)
+    assert (await fleet.reserve(8)).state == "queued"
+
+
+async def findings(fleet: LedgerFleet) -> dict[str, checks.Found]:
+    found = {name: await fleet.run(rule.find) for name, rule in LEDGER_RULES.items()}
+    return {name: one for name, one in found.items() if one.count}
+
+
+async def test_a_sound_ledger_has_no_findings(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        await live_ledger(fleet)
+        assert await findings(fleet) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "faults", "example"),
+    [
+        (
+            "ledger.bookings.overlap",
+            (
+                "alter table booking drop constraint booking_no_overlap",
+                """
+                insert into booking (pool_id, node_id, purpose, spans, during)
+                values (1, 1, 'maintenance', '{[0,)}', '[2030-01-01 00:30Z,2030-01-01 00:40Z)')
+                """,
+            ),
+            "node node-0: bookings 1 and",
+        ),
+        (
+            "ledger.holds.overlap",
+            (
+                "alter table allocation drop constraint allocation_one_hold",
+                "update allocation set spans = '{[0,48)}' where allocation_id in (1, 2)",
+            ),
+            "node node-0: alloc_",
+        ),
+        (
+            "ledger.active.evidence",
+            ("update allocation set state = 'binding', bound_envelope = null where allocation_id = 1",),
+            "0 of 1 nodes have signed",
+        ),
+        ("ledger.bookings.missing", ("delete from booking where booking_id = 1",), "is active: 0 of 1 nodes booked"),
+        (
+            "ledger.orphans",
+            (
+                "alter table reservation disable trigger reservation_transition",
+                "update reservation set state = 'cancelled', ended_at = compute_now() where reservation_id = 1",
+            ),
+            "booking 1 of rsv_",
+        ),
+        (
+            "ledger.orphans.blocking",
+            (
+                """
+                insert into booking (pool_id, node_id, purpose, spans, during)
+                values (1, 1, 'orphan', '{[336,384)}', '[2030-01-01 00:00Z,)')
+                """,
+            ),
+            "node node-0: booking",
+        ),
+        (
+            "capacity.device_counts.drift",
+            ("update node_capacity set gpu_total = 9 where node_id = 1",),
+            "node node-0: counts 9, has 8",
+        ),
+        (
+            "capacity.held.drift",
+            ("update node_capacity set gpu_held = gpu_held + 1 where node_id = 1",),
+            "node node-0: counts 6 GPUs, 0 vCPUs, 0 MiB; held are 5, 0, 0",
+        ),
+        ("quota.used.drift", ("update quota set gpus_used = 8",), "quo_a: counts 8 GPUs, 0 vCPUs, 0 MiB; used are 9"),
+        (
+            "queue.late",
+            (
+                """
+                insert into work_queue (queue, key, shard, due_at)
+                values ('node', '1', 0, compute_now() - interval '61 s')
+                """,
+            ),
+            "queue node: 1 keys, the oldest for 61 s",
+        ),
+        (
+            "queue.failing",
+            (
+                """
+                insert into work_queue (queue, key, shard, due_at, attempts, last_error)
+                values ('node', '1', 0, compute_now() + interval '60 s', 5, 'no route')
+                """,
+            ),
+            "node 1, 5 times: no route",
+        ),
+    ],
+)
+async def test_a_fault_is_found_and_named(dsn: Dsn, name: str, faults: tuple[str, ...], example: str) -> None:
+    async with open_fleet(dsn) as fleet:
+        await live_ledger(fleet)
+        fleet.execute("delete from work_queue")
+        for fault in faults:
+            fleet.execute(fault)
+        found = await findings(fleet)
+        assert name in found
+        assert example in "; ".join(found[name].examples)
+        check = doctor._apply(LEDGER_RULES[name], found[name])
+        assert not check.ok
+        assert check.fix
+
+
+async def test_a_hold_is_stuck_after_a_quarter_of_an_hour(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        reservation = await fleet.reserve(8)
+        await fleet.bound(reservation)
+        await fleet.release(reservation)
+        fleet.execute("update node set connectivity = 'unreachable'")
+        fleet.advance(doctor.HOLD_STUCK_S)
+        assert "ledger.holds.stuck" not in await findings(fleet)
+        fleet.advance(1)
+        found = (await findings(fleet))["ledger.holds.stuck"]
+        assert (
+            f"of {reservation.public_id} on node node-0 (unreachable), releasing since 2030-01-01 00:00Z"
+            in (found.examples[0])
+        )
+
+
+async def test_nodes_of_a_gateway_without_its_lease_are_found(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        fleet.execute("update node_session set gateway_id = 'gw_a', gateway_epoch = 3, opened_at = compute_now()")
+        fleet.execute("insert into lease values ('gateway:gw_a', 'p1', 3, compute_now() + interval '20 s')")
+        fleet.advance(20 + doctor.GATEWAY_GRACE_S)
+        assert "leases.gateways" not in await findings(fleet)
+        fleet.advance(1)
+        assert (await findings(fleet))["leases.gateways"].examples == ("gateway gw_a, epoch 3: 1 nodes",)
+        # somebody else holds it under a newer epoch: the old owner's sessions are still nobody's
+        fleet.execute("update lease set epoch = 4, expires_at = compute_now() + interval '20 s'")
+        assert (await findings(fleet))["leases.gateways"].count == 1
+        fleet.execute("update node set connectivity = 'unreachable'")
+        assert "leases.gateways" not in await findings(fleet)
+
+
+async def test_examples_are_few_and_the_count_is_whole(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=7) as fleet:
+        fleet.execute("update node_capacity set gpu_total = 9")
+        found = await fleet.run(checks.find_device_count_drift)
+        assert (found.count, len(found.examples)) == (7, checks.EXAMPLES_MAX)
+        check = doctor._apply(LEDGER_RULES["capacity.device_counts.drift"], found)
+        assert check.detail.startswith("7: node node-0: counts 9, has 8; ")
+        assert check.detail.endswith("; and 2 more")
+
+
+async def test_migrations_clock_and_workers_are_checked(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        fleet.execute(
+            "insert into worker (worker_id, roles, heartbeat_at) values ('w', '{controllers}', compute_now())"
+        )
+        before = {check.name: check for check in await fleet.run(doctor.run_checks, clock_s=-1.9)}
+        assert before["database.migrations"].ok
+        assert before["database.clock"].detail == "the server's clock is 1.9 s behind the database's"
+        assert before["database.clock"].ok
+        assert before["workers.controllers"].ok
+        assert not before["workers.scheduler"].ok
+        assert before["workers.scheduler"].fix == "start one: `bcctl serve --roles scheduler`"
+        fleet.advance(doctor.WORKER_SILENT_S + SHARD_TIMING.ttl_s)
+        fleet.execute("delete from schema_migration")
+        after = {check.name: check for check in await fleet.run(doctor.run_checks, clock_s=2.1)}
+        assert after.keys() == before.keys()
+        assert not after["database.migrations"].ok
+        assert not after["database.clock"].ok
+        assert not after["workers.controllers"].ok
+
+
+# --- the board -----------------------------------------------------------------------------------
+
+
+async def test_the_board_shows_what_is_held_and_counts_the_rest(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as ledger:
+        await live_ledger(ledger)
+        ledger.add_node()
+        ledger.execute("update node set cordoned = true, connectivity = 'unreachable' where node_id = 2")
+        ledger.execute("update device set health = 'missing' where node_id = 2 and slot < 2")
+        rows = await ledger.run(fleet.page_board, pool_id=None, after=0, limit=10)
+        assert [(row.name, row.gpus, row.gpus_unhealthy, row.cordoned) for row in rows] == [
+            ("node-0", 8, 0, False),
+            ("node-1", 8, 2, True),
+        ]
+        assert [row.gpus_held for row in rows] == [2 + 1 + 2, 0]
+        assert [row.name for row in await ledger.run(fleet.page_board, pool_id=1, after=1, limit=10)] == ["node-1"]
+        assert await ledger.run(fleet.page_board, pool_id=2, after=0, limit=10) == []
+        totals = await ledger.run(fleet.load_totals, None)
+        assert (totals.nodes, totals.nodes_placeable, totals.nodes_unreachable) == (2, 1, 1)
+        assert (totals.gpus, totals.gpus_held, totals.vcpus) == (16, 5, 128)
+        assert await ledger.run(fleet.load_totals, 2) == fleet.BoardTotals(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        assert await ledger.run(fleet.count_states, 1) == {"active": 1, "binding": 1, "placed": 1, "queued": 1, "releasing": 1}
+        assert await ledger.run(fleet.count_overlaps) == 0
+        ledger.execute("alter table allocation drop constraint allocation_one_hold")
+        ledger.execute("update allocation set spans = '{[0,)}' where node_id = 1")
+        held = ledger.execute("select count(*) from allocation where node_id = 1 and released_at is null")[0][0]
+        assert await ledger.run(fleet.count_overlaps) == held * (held - 1) / 2
