@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from controlplane.model.shards import shard_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from controlplane.db.tx import Tx
     from controlplane.model.queues import Queue
@@ -126,12 +126,8 @@ def claim(
     `leases` maps each shard to the name and epoch of the lease that `worker_id` holds on it;
     a shard whose lease has run out or is another's is left out.
     """
-    # The table is empty or full within seconds, and statistics of the one make for a plan that sorts
-    # all of the other: walk the index in its order, and stop at the limit.
-    tx.execute(
-        "select set_config(name, 'off', true)"
-        " from unnest('{synchronous_commit,enable_sort,enable_bitmapscan,enable_seqscan}'::text[]) as t (name)"
-    )
+    tx.execute("set local synchronous_commit = off")
+    _walk_the_index(tx)
     return tx.rows(
         Claimed,
         """
@@ -162,6 +158,32 @@ def claim(
             "limit": limit,
             "claim_s": claim_s,
         },
+    )
+
+
+def due_queues(tx: Tx, queues: Sequence[Queue]) -> list[Queue]:
+    """Return those of the queues that have a key which is due and not claimed, on any shard."""
+    _walk_the_index(tx)
+    found = tx.tuples(
+        """
+        select q.queue from unnest(%s::text[]) with ordinality as q (queue, at)
+        where exists (
+          select from work_queue w
+          where w.queue = q.queue and w.due_at <= compute_now()
+            and (w.claimed_until is null or w.claimed_until <= compute_now()))
+        order by q.at
+        """,
+        (list(queues),),
+    )
+    return [queue for (queue,) in found]
+
+
+def _walk_the_index(tx: Tx) -> None:
+    # The table is empty or full within seconds, and statistics of the one make for a plan that sorts
+    # all of the other: read the index in its order, and stop at the limit.
+    tx.execute(
+        "select set_config(name, 'off', true)"
+        " from unnest('{enable_sort,enable_bitmapscan,enable_seqscan}'::text[]) as t (name)"
     )
 
 

@@ -1,9 +1,9 @@
 """Runs the keys of one queue on this worker: fetch, run, settle.
 
 One task fetches: it claims due keys of the worker's shards, as many as there is room for, when its
-bell rings and once a second.  A bounded channel hands them to `concurrency` tasks that run them.
-Another bounded channel takes what the runs gave to one task that settles: everything that ended
-meanwhile is one transaction.
+bell rings (`controlplane.queue.bells`: for what is due, every second at the latest).  A bounded
+channel hands them to `concurrency` tasks that run them.  Another bounded channel takes what the runs
+gave to one task that settles: everything that ended meanwhile is one transaction.
 
 A claim is long enough for a key to wait for one other run and then to run itself, both up to their
 deadline, so it needs no renewal: a key that was started has ended, or was cancelled, before anybody
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-# The safety net under the bells, and the precision of due times.
-POLL_S = 1.0
 # What a claim outlasts its runs by: one statement that no cancellation reaches, and two clocks.
 CLAIM_MARGIN_S = 5.0
 # For each key that runs, one waits in the channel: the next is there when a run ends, and a worker that
@@ -158,8 +156,7 @@ class QueueRunner:
                 for claimed in claims:
                     self._in_hand.add(claimed.key)
                     await fetched.send(_Fetched(claimed, asked + claim_s - CLAIM_MARGIN_S))
-            with trio.move_on_after(POLL_S):
-                await self._bell.wait()
+            await self._bell.wait()
 
     async def _run_keys(
         self, fetched: trio.MemoryReceiveChannel[_Fetched], ended: trio.MemorySendChannel[Settlement]
@@ -220,7 +217,7 @@ class QueueRunner:
 
     def _settled(self, keys: set[str], settled: Settled) -> None:
         self._in_hand -= keys
-        # Only if the fetcher has something to find; it looks by itself every second.
+        # Only if the fetcher has something to find.
         if settled.due or (self._full and keys):
             self._bell.ring()
 

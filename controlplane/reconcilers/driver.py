@@ -2,7 +2,8 @@
 
 For each reconciler two tasks: the queue's runner, and a resync that enqueues every key of the shards
 we hold every five minutes, so that nothing depends on anybody having remembered to enqueue it.  For
-each job one task that competes for the job's lease.  One more samples the depth of the queues.
+each job one task that competes for the job's lease.  Two more look for due keys, to ring the runners'
+bells, and sample the depth of the queues.
 
 Faults stay where they are: one key's with the key, one job's run with that run, one resync's with
 that resync; each is logged with its traceback and counted, and shows in `status()`.  Operating errors
@@ -24,6 +25,7 @@ from controlplane.db import queue as queue_table
 from controlplane.db.leases import StaleEpoch
 from controlplane.db.tx import OPERATING_ERRORS
 from controlplane.model.shards import shard_of
+from controlplane.queue.bells import run_lookout
 from controlplane.queue.membership import SHARD_TIMING, open_membership
 from controlplane.queue.singleton import SINGLETON_TIMING, run_singleton
 from controlplane.queue.worker import RESTART, QueueRunner, QueueWork, RunCounts
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from controlplane.db.leases import Fence
     from controlplane.db.pool import Database
     from controlplane.db.queue import Depth
+    from controlplane.model.queues import Queue
     from controlplane.queue.bells import Bells
     from controlplane.queue.membership import Membership, Shards
     from controlplane.reconcilers.reconciler import PeriodicJob, Reconciler
@@ -120,6 +123,10 @@ class Driver:
                     timing=singleton_timing,
                 )
                 nursery.start_soon(self._supervised, f"job {job.name}", compete)
+            queues: list[Queue] = [reconciler.queue for reconciler in self._registry.reconcilers]
+            if queues:
+                look = partial(run_lookout, self._database, self._bells, queues)
+                nursery.start_soon(self._supervised, "lookout", look)
             nursery.start_soon(self._supervised, "depths", self._sample_depths)
 
     def _runner(self, reconciler: Reconciler) -> QueueRunner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,14 @@ import pytest
 import trio
 
 from controlplane.db import queue
-from controlplane.queue.bells import Bell, Bells
+from controlplane.db.tx import OPERATING_ERRORS
+from controlplane.model.queues import QUEUES
+from controlplane.queue.bells import POLL_S, Bell, Bells, run_lookout
 from controlplane.queue.membership import SHARD_TIMING, open_membership
 from controlplane.queue.outcome import Again, Done
-from controlplane.queue.worker import CLAIM_MARGIN_S, KEY_BACKOFF, POLL_S, QueueRunner, QueueWork
+from controlplane.queue.worker import CLAIM_MARGIN_S, KEY_BACKOFF, QueueRunner, QueueWork
+from shared.backoff import Backoff
+from shared.services import supervise
 from tests.support.inline import InlineDatabase, open_inline_database, wait_until
 
 if TYPE_CHECKING:
@@ -66,8 +71,9 @@ async def open_worker(
     *,
     worker_id: str = "w",
     concurrency: int = 4,
-    bell: Bell | None = None,
+    bells: Bells | None = None,
 ) -> AsyncGenerator[QueueRunner]:
+    bells = bells or Bells()
     work = QueueWork(name="tested", queue="node", run=run, concurrency=concurrency, deadline_s=DEADLINE_S)
     async with open_membership(
         database, worker_id=worker_id, roles=["controllers"], sharded_roles=["controllers"]
@@ -77,11 +83,13 @@ async def open_worker(
             work,
             worker_id=worker_id,
             shards=membership.shards("controllers"),
-            bell=bell or Bell(),
+            bell=bells.of("node"),
             observe=lambda _took_s, _result: None,
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(runner.run)
+            look = partial(run_lookout, database, bells, ["node"])
+            nursery.start_soon(partial(supervise, look, name="lookout", restart_on=OPERATING_ERRORS, backoff=Backoff()))
             yield runner
             nursery.cancel_scope.cancel()
 
@@ -119,14 +127,14 @@ async def test_no_more_keys_run_at_once_than_allowed(dsn: Dsn, autojump_clock: o
 
 
 async def test_a_bell_saves_the_wait(dsn: Dsn, autojump_clock: object) -> None:
-    world, bell = World(), Bell()
+    world, bells = World(), Bells()
     async with (
         open_inline_database(dsn) as database,
-        open_worker(database, lambda key: world.run(key, 0), bell=bell),
+        open_worker(database, lambda key: world.run(key, 0), bells=bells),
     ):
         await trio.sleep(10.5 * POLL_S)
         world.change(database, "1")
-        bell.ring()
+        bells.ring("node")
         before = trio.current_time()
         await wait_until(world.settled)
         assert trio.current_time() - before <= 0.1
@@ -135,17 +143,17 @@ async def test_a_bell_saves_the_wait(dsn: Dsn, autojump_clock: object) -> None:
 async def test_a_change_during_a_run_makes_it_run_again_at_once_and_not_beside_itself(
     dsn: Dsn, autojump_clock: object
 ) -> None:
-    world, bell = World(), Bell()
+    world, bells = World(), Bells()
     async with (
         open_inline_database(dsn) as database,
-        open_worker(database, lambda key: world.run(key, 2.0), bell=bell),
+        open_worker(database, lambda key: world.run(key, 2.0), bells=bells),
     ):
         world.change(database, "1")
-        bell.ring()
+        bells.ring("node")
         await wait_until(lambda: "1" in world.running)
         before = trio.current_time()
         world.change(database, "1")
-        bell.ring()
+        bells.ring("node")
         await wait_until(world.settled)
         assert world.runs == ["1", "1"]
         assert world.twice == []
@@ -246,17 +254,38 @@ async def test_the_keys_of_a_worker_that_died_run_elsewhere_when_its_claims_have
     assert world.twice == []
 
 
-async def test_a_queues_bell_is_rung_by_its_name_and_all_by_anything_else(autojump_clock: object) -> None:
+async def is_rung(bell: Bell) -> bool:
+    with trio.move_on_after(0.1) as waited:
+        await bell.wait()
+    return not waited.cancelled_caught
+
+
+async def test_a_queues_bell_is_rung_by_its_name_and_anything_else_makes_us_look(autojump_clock: object) -> None:
     bells = Bells()
     bells.ring("node")
-    await bells.of("node").wait()
-    with trio.move_on_after(1) as waited:
-        await bells.of("pool").wait()
-    assert waited.cancelled_caught
+    bells.ring("node")
+    assert await is_rung(bells.of("node"))
+    assert not await is_rung(bells.of("node")), "many rings are one"
+    assert not await is_rung(bells.look)
     bells.ring("a queue of a newer version")
-    await bells.of("pool").wait()
+    assert await is_rung(bells.look)
     bells.ring_all()
-    await bells.of("node").wait()
+    assert await is_rung(bells.look)
+
+
+async def test_the_lookout_rings_for_what_is_due(dsn: Dsn, autojump_clock: object) -> None:
+    async with open_inline_database(dsn) as database, trio.open_nursery() as nursery:
+        bells = Bells()
+        nursery.start_soon(run_lookout, database, bells, QUEUES)
+        await trio.sleep(10.5 * POLL_S)
+        database.run(lambda tx: queue.enqueue(tx, "pool", ["1"]))
+        assert not await is_rung(bells.of("pool"))
+        bells.ring("")
+        assert await is_rung(bells.of("pool")), "at once, when asked to look"
+        await trio.sleep(POLL_S)
+        assert await is_rung(bells.of("pool")), "still due"
+        assert not await is_rung(bells.of("node"))
+        nursery.cancel_scope.cancel()
 
 
 class Troubled:
