@@ -23,24 +23,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredSection:
-    """A section as it was last sent; `news` unless this very body has been acted on."""
+    """A section as it was last sent; `news` unless this very body has been acted on.
+
+    `body` is None when nobody needs it: no section of the node is news.
+    """
 
     section: str
-    body: bytes
+    body: bytes | None
     news: bool
 
 
-def load_inventory(tx: Tx, node_id: int) -> list[StoredSection]:
+def load_inventory(tx: Tx, node_id: int, *, always: bool) -> list[StoredSection]:
+    """The node's inventory, with bodies if any section is news, or `always`."""
     return tx.rows(
         StoredSection,
         """
-        select i.section, i.body,
-               not exists (select from inventory_snapshot t
-                           where t.node_id = i.node_id and t.section = i.section and t.hash = i.hash
-                             and t.taken_at >= i.received_at) as news
-        from node_inventory i where i.node_id = %(node)s order by i.section
+        with stored as (
+          select i.section, i.body,
+                 not exists (select from inventory_snapshot t
+                             where t.node_id = i.node_id and t.section = i.section and t.hash = i.hash
+                               and t.taken_at >= i.received_at) as news
+          from node_inventory i where i.node_id = %(node)s
+        )
+        select section, case when %(always)s or bool_or(news) over () then body end as body, news
+        from stored order by section
         """,
-        {"node": node_id},
+        {"node": node_id, "always": always},
     )
 
 

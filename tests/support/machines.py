@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
-from agent.drivers.fake import FakeDevices
+from agent.drivers.fake import FakeDevices, Variant
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import places, tokens
 from controlplane.db.pool import Database, DatabaseConfig, open_database
@@ -267,6 +267,6 @@ async def open_fleet(dsn: Dsn, directory: Path) -> AsyncGenerator[Fleet]:
         yield fleet
 
 
-def make_machine(name: str = "gpu-1", *, seed: str = "") -> Machine:
-    """A server with eight H100s; the same seed gives the same GPUs."""
-    return Machine(name, FakeDevices(name, "h100", seed=seed or name))
+def make_machine(name: str = "gpu-1", *, seed: str = "", variant: Variant = "h100") -> Machine:
+    """A server, with eight H100s unless the variant says otherwise; the same seed gives the same GPUs."""
+    return Machine(name, FakeDevices(seed or name, variant))

@@ -1,0 +1,143 @@
+"""Acts on a node's inventory: devices, links, totals, conditions, each with one statement.
+
+The pure part, which GPU is in which slot and how it fares, is `controlplane.model.devices`. Here is
+what depends on other rows: a GPU that is live on another node, and whether more is held than the
+machine still has. Nothing that an inventory says releases a hold or sells one twice: a GPU that is
+gone keeps its row and its holder, and both are told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from controlplane.db import devices, nodes
+from controlplane.db.nodes import NODE_SLOT, Condition
+from controlplane.db.tx import Contention, UniqueConflict
+from controlplane.model.devices import DevicePlan, Unacceptable, check_sane, explain_misfit, plan_devices
+from shared.inventory import SECTIONS, InventoryError, Section, decode_sections
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controlplane.db.devices import StoredSection
+    from controlplane.db.nodes import LifecycleNode
+    from controlplane.db.tx import Tx
+    from shared.ids import IdSource
+    from shared.inventory import Inventory
+
+# The conditions that an inventory raises and clears. `gpu_replaced` stays until the node is adopted again.
+OWNED = ("gpu_missing", "gpu_unhealthy", "capacity_short", "inventory_bad", "pool_mismatch")
+REPLACED = "gpu_replaced"
+NO_DEVICES = DevicePlan(added=[], changed=[], retired=[], replaced=[], links=[], devices=[])
+
+
+class UuidRace(Contention):
+    """Another node wrote the same GPU a moment ago; a new transaction sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What came of an inventory.
+
+    Attributes:
+        problem: why the machine cannot be accepted as it is, empty if it can.
+        taken: it shows a GPU that is live on another node, which no node may keep on doing.
+        new_gpus: there are GPUs that acceptance has not seen.
+        changed: devices or totals differ from before, so who waits or holds may be concerned.
+    """
+
+    problem: str = ""
+    taken: bool = False
+    new_gpus: bool = False
+    changed: bool = False
+
+
+def is_complete(sections: Sequence[StoredSection]) -> bool:
+    """Whether a node has sent every section that acting on its inventory takes."""
+    return {stored.section for stored in sections} >= set(SECTIONS)
+
+
+def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[StoredSection]) -> Derived:
+    """Write what a complete inventory says of a locked node.
+
+    Raises:
+        UuidRace: nothing may be kept of this transaction.
+    """
+    devices.record_snapshot(tx, node.node_id, [stored.section for stored in sections if stored.news])
+    try:
+        inventory = _read(sections)
+        plan = NO_DEVICES
+        if node.gpu_model is not None:
+            plan = plan_devices(devices.load_known(tx, node.node_id), inventory, node.gpu_model)
+    except (InventoryError, Unacceptable) as exc:
+        nodes.raise_conditions(tx, node.node_id, [Condition(NODE_SLOT, "inventory_bad", "critical", str(exc))])
+        return Derived(problem=f"inventory: {exc}")
+    misfit = explain_misfit(inventory, kind=node.pool_kind, gpu_model=node.gpu_model) or ""
+    if misfit and node.provision_state != "adopted":
+        return Derived(problem=misfit)
+    if taken := devices.load_owners(tx, node.node_id, [facts.uuid for facts in plan.added]):
+        uuid, owner, name = taken[0]
+        return Derived(problem=f"{uuid} is a GPU of {owner} ({name}) already", taken=True)
+    _write_devices(tx, ids, node.node_id, plan)
+    short = devices.set_scalars(tx, node.node_id, vcpus=inventory.host.vcpus, memory_mib=inventory.host.memory_mib)
+    conditions = _find_conditions(plan, misfit, short=short)
+    raised = nodes.sync_conditions(tx, node.node_id, owned=OWNED, wanted=conditions)
+    return Derived(
+        problem=misfit,
+        new_gpus=bool(plan.added),
+        changed=bool(plan.added or plan.changed or raised),
+    )
+
+
+def _read(sections: Sequence[StoredSection]) -> Inventory:
+    bodies: dict[Section, bytes] = {
+        cast("Section", stored.section): stored.body for stored in sections if stored.body is not None
+    }
+    inventory = decode_sections(bodies)
+    check_sane(inventory)
+    return inventory
+
+
+def _write_devices(tx: Tx, ids: IdSource, node_id: int, plan: DevicePlan) -> None:
+    if plan.retired:
+        # before their slots are taken: a slot has one live device at any moment
+        devices.retire_devices(tx, plan.retired)
+    if plan.added:
+        try:
+            devices.insert_devices(tx, node_id, [ids.new("dev") for _ in plan.added], plan.added)
+        except UniqueConflict as conflict:
+            raise UuidRace(conflict.constraint) from conflict
+    if plan.changed:
+        devices.update_devices(tx, node_id, plan.changed)
+    if plan.devices:
+        devices.replace_links(tx, node_id, plan.links)
+    if plan.replaced:
+        nodes.raise_conditions(
+            tx,
+            node_id,
+            [
+                Condition(change.slot, REPLACED, "warning", f"{change.old_uuid} was replaced by {change.new_uuid}")
+                for change in plan.replaced
+            ],
+        )
+
+
+def _find_conditions(plan: DevicePlan, misfit: str, *, short: bool) -> list[Condition]:
+    found = [
+        Condition(facts.slot, "gpu_missing", "critical", f"{facts.uuid}: {facts.health_reason}")
+        if facts.health == "missing"
+        else Condition(
+            facts.slot,
+            "gpu_unhealthy",
+            "critical" if facts.health == "unhealthy" else "warning",
+            f"{facts.uuid}: {facts.health_reason}",
+        )
+        for facts in plan.devices
+        if facts.health != "healthy"
+    ]
+    if short:
+        found.append(Condition(NODE_SLOT, "capacity_short", "critical", "more vCPUs or memory are held than there are"))
+    if misfit:
+        found.append(Condition(NODE_SLOT, "pool_mismatch", "critical", misfit))
+    return found

@@ -1,0 +1,96 @@
+"""Notices silence: nodes whose lease has run out become unreachable, together, and nothing is released.
+
+Silence means something only while somebody was there to listen. After a cold start every node has
+been silent for as long as the control plane was away, so nobody is judged before this worker has
+watched for `WATCHED_BEFORE_S`, which gives a whole fleet the time to dial in again; a gap in the watching
+(the database was away, another worker had the job) begins it anew.
+
+The other direction is here only as a safety net: a Hello enqueues its node, and if that wake-up was
+lost, the node is enqueued again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+import trio
+
+from controlplane.db import nodes, outbox
+from controlplane.db.queue import enqueue
+from controlplane.reconcilers.reconciler import PeriodicJob
+
+if TYPE_CHECKING:
+    from controlplane.db.leases import Fence
+    from controlplane.db.notify import Doorbell
+    from controlplane.db.pool import Database
+    from controlplane.db.tx import Tx
+
+_log = structlog.get_logger()
+
+PERIOD_S = 5.0
+DEADLINE_S = 60.0
+# A fleet of ten thousand is back within a minute of a cold start; half as long again for a slow one.
+WATCHED_BEFORE_S = 90.0
+# A run of this job was missed, or two: nobody knows what went by meanwhile.
+GAP_S = 4 * PERIOD_S
+# One transaction's worth. A whole site that goes dark is done in a few of them, one after another.
+BATCH = 500
+
+
+class Watch:
+    """How long this worker has been watching without a gap."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._last = 0.0
+
+    def is_settled(self, now: float) -> bool:
+        """Note that somebody looks, at `now` in seconds of any clock; whether silence may be judged."""
+        if self._since is None or now - self._last > GAP_S:
+            self._since = now
+        self._last = now
+        return now - self._since >= WATCHED_BEFORE_S
+
+
+def judge_silence(tx: Tx, fence: Fence) -> int:
+    """Mark a batch of silent nodes; returns how many. Their reservations are untouched."""
+    fence.check(tx)
+    silent = nodes.mark_unreachable(tx, limit=BATCH)
+    for node in silent:
+        outbox.publish(
+            tx, "node.unreachable", node.public_id, {"name": node.name, "pool": node.pool_slug}, tenant_id=None
+        )
+    if silent:
+        # what was to start on them can perhaps start elsewhere
+        placed = nodes.load_placed_on(tx, [node.node_id for node in silent])
+        enqueue(tx, "reservation", map(str, placed))
+    return len(silent)
+
+
+def wake_back_in_touch(tx: Tx) -> int:
+    """Enqueue nodes that are there and not marked connected; returns how many."""
+    found = nodes.load_back_in_touch(tx, limit=BATCH)
+    enqueue(tx, "node", map(str, found))
+    return len(found)
+
+
+def liveness_job(db: Database, doorbell: Doorbell) -> PeriodicJob:
+    """Compares what is marked with who was heard, every few seconds."""
+    watch = Watch()
+
+    async def run(fence: Fence) -> None:
+        marked = 0
+        if watch.is_settled(trio.current_time()):
+            while batch := await db.run_tx(judge_silence, fence):
+                marked += batch
+                if batch < BATCH:
+                    break
+        woken = await db.run_tx(wake_back_in_touch)
+        if marked:
+            _log.warning("nodes.unreachable", nodes=marked)
+        if marked or woken:
+            doorbell.ring("bc_events")
+            doorbell.ring("bc_work")
+
+    return PeriodicJob(name="liveness", role="controllers", period_s=PERIOD_S, deadline_s=DEADLINE_S, run=run)

@@ -1,0 +1,43 @@
+"""The node reconciler: connectivity, acceptance, adoption, drain, and what a node's health means to its holders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controlplane.db.nodes import page_ids
+from controlplane.fleet.lifecycle import step, update_impairment
+from controlplane.queue.outcome import Done
+from controlplane.reconcilers.reconciler import Reconciler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controlplane.capacity.place import LedgerTools
+    from controlplane.db.notify import Doorbell
+    from controlplane.db.pool import Database
+    from controlplane.queue.outcome import Outcome
+
+
+def node_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -> Reconciler:
+    """Does what is due for a node; every Hello, every changed section and every command's end enqueues it."""
+
+    async def reconcile(key: str) -> Outcome:
+        stepped = await db.run_tx(step, tools, int(key))
+        for reservation_id in stepped.impairment:
+            await db.run_tx(update_impairment, reservation_id)
+        if stepped.acted or stepped.impairment:
+            for channel in ("bc_events", "bc_gateway", "bc_work"):
+                doorbell.ring(channel)
+        return Done()
+
+    async def list_keys(after: str, limit: int) -> Sequence[str]:
+        return [str(node_id) for node_id in await db.run_tx(page_ids, int(after or 0), limit)]
+
+    return Reconciler(
+        name="nodes",
+        queue="node",
+        role="controllers",
+        reconcile=reconcile,
+        list_keys=list_keys,
+        concurrency=8,
+    )
