@@ -12,7 +12,6 @@ from controlplane.db import leases, retention
 from controlplane.db.leases import Fence, StaleEpoch
 from controlplane.reconcilers import housekeeping
 from controlplane.reconcilers.housekeeping import run_housekeeping
-from controlplane.reconcilers.registry import build_registry
 from tests.support.inline import InlineDatabase, open_inline_database
 
 if TYPE_CHECKING:
@@ -177,8 +176,3 @@ def test_a_worker_can_drop_old_months_of_histories_and_nothing_else(dsn: Dsn) ->
             conn.execute("drop table audit_event_default")
     with psycopg.connect(dsn.api, autocommit=True) as conn, pytest.raises(psycopg.errors.InsufficientPrivilege):
         conn.execute("select compute_drop_months('audit_event', 12)")
-
-
-async def test_the_registry_has_it(dsn: Dsn) -> None:
-    async with open_inline_database(dsn) as database:
-        assert "housekeeping" in [job.name for job in build_registry(database).jobs]
