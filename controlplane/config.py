@@ -92,6 +92,17 @@ def parse_address(text: str, *, key: str) -> tuple[str, int]:
     return match["host"].strip("[]"), int(match["port"])
 
 
+def parse_roles(text: str, *, key: str) -> tuple[Role, ...]:
+    """Read ``api,gateway``. Raises ConfigError naming `key`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    roles = tuple(role for role in ROLES if role in names)
+    if unknown := [name for name in names if name not in ROLES]:
+        raise ConfigError(f"{key}: there is no role {unknown[0]!r}; the roles are {', '.join(ROLES)}")
+    if not roles:
+        raise ConfigError(f"{key}: is empty; name at least one of {', '.join(ROLES)}")
+    return roles
+
+
 def load_config(path: Path) -> Config:
     """Read and check a configuration file. Raises ConfigError."""
     try:

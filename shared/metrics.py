@@ -109,10 +109,10 @@ class DatabaseMetrics:
 
     def __init__(self, make: _Maker) -> None:
         self.tx_duration = make.bounded_histogram(
-            "tx_duration_seconds", "One transaction, retries apart, by function.", ("fn",), TX_BUCKETS_S
+            "tx_duration_seconds", "One transaction with its retries, by login role.", ("role",), TX_BUCKETS_S
         )
         self.tx_retries = make.bounded_counter(
-            "tx_retries", "Transactions begun again after a serialization failure or deadlock.", ("fn",)
+            "tx_retries", "Transactions begun again after a serialization failure or deadlock.", ("role",)
         )
         self.tx_unknown = make.counter("tx_unknown_commits", "Commits whose outcome had to be read back.")
         self.pool_waiting = make.gauge("db_pool_waiting", "Transactions that wait for a connection.")

@@ -95,6 +95,14 @@ class Rings(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class JoinAdvice:
+    """What a server needs to join beside a token: where, and the pin of the trust bundle."""
+
+    url: str
+    pin: str
+
+
+@dataclass(frozen=True, slots=True)
 class ApiContext:
     """What handlers may use; made once by the composition root."""
 
@@ -105,6 +113,7 @@ class ApiContext:
     doorbell: Rings
     metrics: Metrics
     signer: IntentSigner
+    join: JoinAdvice
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import psycopg
 import trio
+from psycopg.conninfo import make_conninfo
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from controlplane.db.tx import DatabaseUnavailable, NestedTransaction, Tx, run_transaction, translated
@@ -79,6 +80,17 @@ class DatabaseConfig:
     def session_dsn(self) -> str:
         """The way to a session of one's own: for LISTEN and migrations."""
         return self.direct_dsn or self.dsn
+
+
+def role_dsn(dsn: str, user: str) -> str:
+    """Return the connection string with this login role in place of whatever user it names.
+
+    Raises ValueError for what libpq would not read.
+    """
+    try:
+        return make_conninfo(dsn, user=user)
+    except psycopg.ProgrammingError as exc:
+        raise ValueError(str(exc).strip()) from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,13 +38,29 @@ def ensure_root(tx: Tx, ids: IdSource) -> Root:
     principal_id = db_iam.insert_principal(
         tx, public_id=admin_id, tenant_id=tenant_id, name=ADMIN_NAME, kind="user", role="admin"
     )
+    key = _store_key(tx, ids, principal_id, tenant_id, name="first key", reason="first key of an empty database")
+    return Root(tenant_id, key)
+
+
+def mint_admin_key(tx: Tx, ids: IdSource, tenant_id: int) -> str:
+    """Make one more key for the root's admin, for whoever has the database and lost the key.
+
+    Raises LookupError if that admin is gone.
+    """
+    admin = db_iam.find_principal(tx, ADMIN_NAME, tenant_id=tenant_id)
+    if admin is None:
+        raise LookupError(f"the root tenant has no principal {ADMIN_NAME!r}")
+    return _store_key(tx, ids, admin.principal_id, tenant_id, name="recovered", reason="made by `bcctl db init`")
+
+
+def _store_key(tx: Tx, ids: IdSource, principal_id: int, tenant_id: int, *, name: str, reason: str) -> str:
     key = make_key(ids)
     db_iam.insert_key(
         tx,
         public_id=key.public_id,
         principal_id=principal_id,
         secret_sha256=key.secret_sha256,
-        name="first key",
+        name=name,
         expires_in_s=None,
     )
     audit.record(
@@ -54,7 +70,6 @@ def ensure_root(tx: Tx, ids: IdSource) -> Root:
         decision="allow",
         resource=key.public_id,
         tenant_id=tenant_id,
-        reason="first key of an empty database",
-        detail={"principal": admin_id},
+        reason=reason,
     )
-    return Root(tenant_id, key.text)
+    return key.text

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import CollectorRegistry
 
 from controlplane.api.app import create_app
-from controlplane.api.calls import ApiContext
+from controlplane.api.calls import ApiContext, JoinAdvice
 from controlplane.api.health import Health
 from controlplane.api.sse import EventHub, open_event_hub
 from controlplane.db.pool import DatabaseConfig, open_database
@@ -148,6 +148,7 @@ async def open_api(
             doorbell=rings,
             metrics=metrics,
             signer=IntentSigner(Ed25519PrivateKey.generate()),
+            join=JoinAdvice(url="https://gateway.test:7443", pin="sha256:" + 64 * "0"),
         )
         async with open_event_hub(used, metrics.http.streams.set) as hub:
             health = Health(used)
