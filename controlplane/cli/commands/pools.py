@@ -1,0 +1,92 @@
+"""`bcctl pools`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from controlplane.cli.options import NounGroup, given, list_options, pass_session
+from controlplane.cli.render import Column, used
+
+if TYPE_CHECKING:
+    from controlplane.cli.session import Session
+
+COLUMNS = (
+    Column("pool", "slug"),
+    Column("site", "site"),
+    Column("model", lambda pool: pool["gpu_model"] or "cpu", shrinks=True),
+    Column("nodes", used("nodes_placeable", "nodes"), right=True),
+    Column("gpus held", used("gpus_held", "gpus"), right=True),
+    Column("vcpus held", used("vcpus_held", "vcpus"), right=True),
+    Column("memory held", used("memory_mib_held", "memory_mib"), right=True),
+    Column("id", "id"),
+)
+
+
+@click.group("pools", cls=NounGroup)
+def command() -> None:
+    """Nodes of one kind in a site, with what is held of them."""
+
+
+@command.command("create")
+@click.argument("slug")
+@click.option("--site", required=True, help="Id or slug of its site.")
+@click.option("--gpu-model", metavar="MODEL", help='The one GPU model, as NVML names it: "NVIDIA H100 80GB HBM3".')
+@click.option("--cpu", is_flag=True, help="A pool of servers without GPUs.")
+@click.option("--name", help="A name for people. [default: the slug]")
+@click.option("--acceptance", multiple=True, metavar="KIND", help="A check that new nodes must pass; may be repeated.")
+@pass_session
+def create(
+    session: Session,
+    *,
+    slug: str,
+    site: str,
+    gpu_model: str | None,
+    cpu: bool,
+    name: str | None,
+    acceptance: tuple[str, ...],
+) -> None:
+    """Make a pool in a site."""
+    if cpu == (gpu_model is not None):
+        raise click.UsageError("say what its nodes have: --gpu-model MODEL, or --cpu for none")
+    asked = given(slug=slug, site=site, name=name, gpu_model=gpu_model, acceptance=acceptance)
+    session.show(session.change("pools/create", {**asked, "kind": "cpu" if cpu else "gpu"}))
+
+
+@command.command("list")
+@click.option("--site", help="Only this site's.")
+@list_options
+@pass_session
+def list_(session: Session, *, site: str | None, limit: int) -> None:
+    """List pools; NODES is how many take new reservations, of how many."""
+    session.show_list(session.list("pools/list", given(site=site), limit=limit), COLUMNS, noun="pools")
+
+
+@command.command("get")
+@click.argument("pool")
+@pass_session
+def get(session: Session, *, pool: str) -> None:
+    """Look at one pool."""
+    session.show(session.read("pools/get", given(pool=pool)))
+
+
+@command.command("update")
+@click.argument("pool")
+@click.option("--name", help="The new name for people.")
+@click.option("--acceptance", multiple=True, metavar="KIND", help="A check that new nodes must pass; may be repeated.")
+@pass_session
+def update(session: Session, *, pool: str, name: str | None, acceptance: tuple[str, ...]) -> None:
+    """Rename a pool, or change what its new nodes must pass."""
+    asked = given(name=name, acceptance=acceptance)
+    if not asked:
+        raise click.UsageError("say what to change: --name or --acceptance")
+    session.show(session.change("pools/update", {"pool": pool, **asked}))
+
+
+@command.command("delete")
+@click.argument("pool")
+@pass_session
+def delete(session: Session, *, pool: str) -> None:
+    """Remove a pool that nothing hangs on."""
+    session.show(session.change("pools/delete", given(pool=pool)))

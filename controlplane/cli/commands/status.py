@@ -1,0 +1,101 @@
+"""`bcctl status`: the fleet board."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from controlplane.cli.amounts import show_memory
+from controlplane.cli.options import ApiCommand, given, list_options, pass_session
+from controlplane.cli.render import Column, clean, render_table, used
+from controlplane.cli.session import Failed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from controlplane.cli.client import JsonObject
+    from controlplane.cli.session import Session
+
+_BAR_WIDTH = 8
+
+
+def _marks(node: Mapping[str, Any]) -> str:
+    """What keeps a node from taking reservations, and what is wrong with it."""
+    marks: list[str] = []
+    if node["state"] != "adopted":
+        marks.append(node["state"])
+    if node["connectivity"] == "unreachable":
+        marks.append(f"unreachable since {clean(node['connectivity_at'])[:16]}Z")
+    elif node["connectivity"] == "never":
+        marks.append("never connected")
+    if node["draining"]:
+        marks.append("draining")
+    elif node["cordoned"]:
+        marks.append("cordoned")
+    if node["gpus_unhealthy"]:
+        marks.append(f"{node['gpus_unhealthy']} GPUs unhealthy")
+    return ", ".join(marks)
+
+
+def _bar(node: Mapping[str, Any]) -> str:
+    total, held = (node["gpus"], node["gpus_held"]) if node["gpus"] else (node["vcpus"], node["vcpus_held"])
+    if not total:
+        return ""
+    # a node that holds anything never looks empty, and one with anything free never full
+    filled = -(-held * _BAR_WIDTH // total)
+    if held < total:
+        filled = min(filled, _BAR_WIDTH - 1)
+    return "█" * filled + "░" * (_BAR_WIDTH - filled)
+
+
+COLUMNS = (
+    Column("node", "name"),
+    Column("pool", "pool", shrinks=True),
+    Column("used", _bar),
+    Column("gpus", used("gpus_held", "gpus"), right=True),
+    Column("vcpus", used("vcpus_held", "vcpus"), right=True),
+    Column("memory", used("memory_mib_held", "memory_mib"), right=True),
+    Column("", _marks, shrinks=True),
+)
+
+
+@click.command("status", cls=ApiCommand)
+@click.option("--pool", help="Only this pool's nodes.")
+@list_options
+@pass_session
+def command(session: Session, *, pool: str | None, limit: int) -> None:
+    """Show the fleet: what each node has, what is held of it, and the totals.
+
+    Exit status 1 if anything is held twice, which must never be.
+    """
+    board = session.list("fleet/board", given(pool=pool), limit=limit)
+    totals: JsonObject = board.first_page["totals"]
+    if session.plain and board.items:
+        click.echo(render_table(board.items, COLUMNS, width=session.width, color=session.color))
+        click.echo()
+    if session.plain:
+        click.echo(totals_line(totals))
+    else:
+        session.show_list(board, COLUMNS, noun="nodes")
+    if session.plain and board.next_cursor is not None:
+        session.note(f"these are {len(board.items)} of {totals['nodes']} nodes; ask with --limit N or --all")
+    if totals["overlaps"]:
+        raise Failed(
+            "OVERLAPS", f"{totals['overlaps']} pairs hold the same thing, which must never be", "see `bcctl doctor`"
+        )
+
+
+def totals_line(totals: Mapping[str, Any]) -> str:
+    """The board's last line."""
+    parts = [
+        f"nodes {totals['nodes_placeable']}/{totals['nodes']} taking reservations",
+        f"GPUs {totals['gpus_held']}/{totals['gpus']}",
+        f"vCPUs {totals['vcpus_held']}/{totals['vcpus']}",
+        f"memory {show_memory(totals['memory_mib_held'])}/{show_memory(totals['memory_mib'])}",
+        f"pending {totals['pending']}",
+        f"overlaps {totals['overlaps']}",
+    ]
+    if totals["nodes_unreachable"]:
+        parts.insert(1, f"{totals['nodes_unreachable']} unreachable")
+    return "   ".join(parts)
