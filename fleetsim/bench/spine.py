@@ -1,0 +1,170 @@
+"""`fleetsim bench spine`: from an empty machine to GPUs held, in figures.
+
+Each repeat starts everything anew, one world after the other: the first use of `bcctl dev`; a few
+idle nodes; a storm of joins; a steady load. A world that fails is a failure of the report, and the ones
+after it are measured all the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from controlplane.cli.client import ClientError
+from controlplane.db.embedded_state import EmbeddedPostgresError
+from fleetsim.bench.children import ChildFailed
+from fleetsim.bench.holding import Holder, ReservationLost, hold_at_rate, hold_in_turn, open_event_watch
+from fleetsim.bench.install import NoProject, measure_first_use
+from fleetsim.bench.joins import POOL, check_nodes, make_fleet_spec, open_joined_fleet
+from fleetsim.bench.memory import find_tree, read_memory
+from fleetsim.bench.samples import percentile
+from fleetsim.bench.server import open_server
+from fleetsim.groups import leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from fleetsim.bench.fleet import Fleet
+    from fleetsim.bench.holding import Latencies
+    from fleetsim.bench.report import Measurements
+    from fleetsim.bench.server import Server
+
+# Enough for a 99th percentile that is not just the first outlier, in a minute.
+IDLE_SAMPLES = 100
+
+_EXPECTED = (ChildFailed, ClientError, EmbeddedPostgresError, NoProject, ReservationLost)
+
+
+class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured."""
+
+    nodes: int
+    joins: int
+    joins_at_once: int
+    sessions: int
+    rate: float
+    seconds: float
+    repeats: int
+    install: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The repeats of one run."""
+
+    parameters: Parameters
+    measured: Measurements
+    keep: bool
+
+    async def run(self) -> None:
+        """Measure everything; what fails is noted."""
+        worlds: tuple[tuple[str, Callable[[Path], Awaitable[None]]], ...] = (
+            ("first use", self._first_use),
+            ("idle", self._idle),
+            ("joins", self._joins),
+            ("load", self._load),
+        )
+        for repeat in range(1, self.parameters.repeats + 1):
+            for name, world in worlds:
+                _tell(f"repeat {repeat} of {self.parameters.repeats}: {name}")
+                await self._run_world(f"{name}, repeat {repeat}", world)
+
+    async def _run_world(self, name: str, world: Callable[[Path], Awaitable[None]]) -> None:
+        directory = _make_directory()
+        failures = len(self.measured.failures)
+        try:
+            await world(directory)
+        except* _EXPECTED as group:
+            self.measured.failures += [f"{name}: {error}" for error in leaves(group)]
+        if len(self.measured.failures) == failures and not self.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+        elif len(self.measured.failures) > failures:
+            _tell(f"  failed; its logs are in {directory}")
+
+    # --- the worlds --------------------------------------------------------------------------
+
+    async def _first_use(self, directory: Path) -> None:
+        used = await measure_first_use(directory, nodes=self.parameters.nodes, install=self.parameters.install)
+        if used.pip_s is not None:
+            self.measured.add("pip_install_s", used.pip_s)
+        self.measured.add("dev_start_s", used.start_s)
+        self.measured.add("install_to_active_s", used.active_s)
+        self.measured.add("dev_mib", used.memory_mib)
+
+    async def _idle(self, directory: Path) -> None:
+        async with open_server(directory) as server:
+            spec = await make_fleet_spec(
+                server, directory, self.parameters.nodes, at_once=self.parameters.joins_at_once
+            )
+            async with open_joined_fleet(server, directory, spec) as (fleet, _):
+                async with open_event_watch(server.client, "reservation") as watch:
+                    holder = Holder(server.client, watch, POOL)
+                    await holder.warm_up()
+                    self._add_latencies("idle", await hold_in_turn(holder, IDLE_SAMPLES))
+                self._add_memory("idle", server, fleet)
+
+    async def _joins(self, directory: Path) -> None:
+        async with open_server(directory) as server:
+            spec = await make_fleet_spec(
+                server, directory, self.parameters.joins, at_once=self.parameters.joins_at_once
+            )
+            async with open_joined_fleet(server, directory, spec) as (fleet, joins):
+                add = self.measured.add
+                add("joins_s", joins.total_s)
+                for name, samples in (("join", joins.join_s), ("adopt", joins.adopt_s)):
+                    add(f"{name}_p50_ms", percentile(samples, 50) * 1000)
+                    add(f"{name}_p99_ms", percentile(samples, 99) * 1000)
+                add("join_statements", joins.statements)
+                add("join_transactions", joins.transactions)
+                add("background_statements_per_s", joins.background_statements_per_s)
+                self._add_memory("joins", server, fleet)
+
+    async def _load(self, directory: Path) -> None:
+        given = self.parameters
+        async with open_server(directory) as server:
+            spec = await make_fleet_spec(server, directory, given.sessions, at_once=given.joins_at_once)
+            async with open_joined_fleet(server, directory, spec) as (fleet, _):
+                async with open_event_watch(server.client, "reservation") as watch:
+                    holder = Holder(server.client, watch, POOL)
+                    await holder.warm_up()
+                    latencies = await hold_at_rate(holder, per_second=given.rate, seconds=given.seconds)
+                    self._add_latencies("load", latencies)
+                self._add_memory("load", server, fleet)
+                await check_nodes(server, spec)
+                if fleet.disconnects:
+                    self.measured.failures.append(f"load: {fleet.disconnects} sessions were lost")
+
+    # --- noting ------------------------------------------------------------------------------
+
+    def _add_latencies(self, world: str, latencies: Latencies) -> None:
+        for name, samples in (("active", latencies.client_s), ("bind", latencies.bind_s)):
+            if samples:
+                self.measured.add(f"{world}_{name}_p50_ms", percentile(samples, 50) * 1000)
+                self.measured.add(f"{world}_{name}_p99_ms", percentile(samples, 99) * 1000)
+        if latencies.lost:
+            self.measured.failures.append(
+                f"{world}: {len(latencies.lost)} reservations were lost, for one: {latencies.lost[0]}"
+            )
+
+    def _add_memory(self, world: str, server: Server, fleet: Fleet) -> None:
+        postgres = read_memory(find_tree(server.postgres.pid))
+        self.measured.add(f"{world}_server_mib", read_memory(find_tree(server.child.pid)).rss_mib)
+        self.measured.add(f"{world}_agents_mib", read_memory([fleet.pid]).rss_mib)
+        self.measured.add(f"{world}_postgres_mib", postgres.rss_mib if postgres.pss_mib is None else postgres.pss_mib)
+
+
+def _make_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="bc-bench-"))
+    # PostgreSQL runs as another user if we are root, and must be able to walk through.
+    directory.chmod(0o711)
+    return directory
+
+
+def _tell(text: str) -> None:
+    click.echo(text, err=True)

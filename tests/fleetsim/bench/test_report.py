@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import jsonschema
+import msgspec
+import pytest
+
+from fleetsim.bench.figures import BY_NAME, KINDS
+from fleetsim.bench.machine import Commit, Machine
+from fleetsim.bench.report import Measurements, Report, encode_report, format_report, make_report
+
+MACHINE = Machine(
+    cpu="A fast one",
+    cores=2,
+    memory_mib=24_105,
+    kernel="6.1.0",
+    system="Debian GNU/Linux 12 (bookworm)",
+    python="3.11.2",
+    load_average=(0.5, 0.25, 0.1),
+)
+
+
+def report(measured: Measurements) -> Report:
+    return make_report(
+        "spine",
+        measured,
+        at=datetime(2030, 1, 31, 12, tzinfo=UTC),
+        seconds=312.5,
+        machine=MACHINE,
+        commit=Commit(sha="0123456789abcdef" * 2 + "01234567", changed=True),
+        versions={"trio": "0.35.0", "postgresql": "18.6"},
+        parameters={"nodes": 8, "rate": 10.0, "install": True},
+    )
+
+
+def measured() -> Measurements:
+    values = Measurements()
+    for value in (30.0, 20.0, 40.0):
+        values.add("install_to_active_s", value)
+    for value in (5.35, 5.0, 6.0):
+        values.add("joins_s", value)
+    values.add("join_statements", 20.0)
+    return values
+
+
+def test_a_report_is_what_its_schema_says_and_reads_back() -> None:
+    made = report(measured())
+    data = encode_report(made)
+    jsonschema.validate(msgspec.json.decode(data), msgspec.json.schema(Report))
+    assert msgspec.json.decode(data, type=Report) == made
+
+
+def test_figures_are_medians_with_goal_and_ratio() -> None:
+    figures = report(measured()).figures
+    assert list(figures) == ["install_to_active_s", "joins_s", "join_statements"]
+    installed, joins, statements = figures.values()
+    assert (installed.spread.median, installed.spread.min, installed.spread.max) == (30.0, 20.0, 40.0)
+    assert (installed.goal, installed.met, installed.reference, installed.ratio) == (60, True, None, None)
+    assert joins.met is None
+    assert joins.ratio == pytest.approx(10.7 / 5.35)
+    assert (statements.met, statements.ratio) == (False, 97 / 20)
+
+
+def test_what_failed_is_told_and_makes_the_report_bad() -> None:
+    good, bad = measured(), measured()
+    bad.failures.append("load, repeat 2: 3 reservations were lost")
+    assert report(good).ok
+    assert not report(bad).ok
+    assert "FAILED: load, repeat 2: 3 reservations were lost" in format_report(report(bad))
+
+
+def test_the_table_has_each_figure_the_machine_and_the_commit() -> None:
+    lines = format_report(report(measured())).splitlines()
+    (installed,) = [line for line in lines if "installed to 4 GPUs active" in line]
+    assert "30.0 s" in installed
+    assert "20.0 to 40.0" in installed
+    assert "<= 60 met" in installed
+    assert any("A fast one, 2 cores" in line for line in lines)
+    assert any(line.startswith("0123456789ab with changes") for line in lines)
+
+
+def test_a_figure_that_nobody_knows_is_not_taken() -> None:
+    with pytest.raises(AssertionError, match="joins_m"):
+        Measurements().add("joins_m", 1.0)
+
+
+def test_every_figure_ends_in_its_unit_and_has_a_name_of_its_own() -> None:
+    endings = {"s": "_s", "ms": "_ms", "MiB": "_mib"}
+    assert len(BY_NAME) == len(KINDS)
+    for kind in KINDS:
+        assert kind.name.endswith(endings.get(kind.unit, "")), kind.name
+        assert bool(kind.reference) == bool(kind.reference_of), kind.name
