@@ -27,7 +27,7 @@ from agent.connect import TlsConnect
 from agent.diagnostics import make_handlers
 from agent.dialing import Dialer
 from agent.health import Vitals, list_conditions, list_local_conditions
-from agent.journal import open_journal
+from agent.journal import JOURNAL_FILE, open_journal
 from agent.membership import IDENTITY_FILE, Standing, load_membership
 from agent.renewal import Renewal
 from agent.session import SessionParts
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-JOURNAL_FILE = "journal.db"
 # Gauges and the certificate's age change without anybody's call.
 REPORT_EVERY_S = 30.0
 

@@ -328,6 +328,7 @@ class Binder:
         """Return who still computes on these GPUs; one that does not answer adds nobody."""
         pids: set[int] = set()
         with trio.move_on_after(PROCESSES_S) as asking:
+            await trio.lowlevel.checkpoint()
             for uuid in gpu_uuids:
                 try:
                     pids.update(process.pid for process in await self._devices.processes(uuid))

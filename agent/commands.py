@@ -206,13 +206,13 @@ class Executor:
         self._tell(payload.command_id, Outcome(state="running"))
         left_s = (payload.deadline - self._clock.now()).total_seconds()
         limit_s = min(left_s, RUN_S_MAX)
-        with trio.move_on_after(limit_s):
-            try:
+        try:
+            with trio.move_on_after(limit_s):
                 return _bounded(await self._handlers[payload.kind](payload.arguments))
-            except BadArguments as exc:
-                return Outcome(state="failed", code="BAD_ARGUMENTS", detail=str(exc))
-            except DriverError as exc:
-                return Outcome(state="failed", code="DRIVER_FAILED", detail=str(exc))
+        except BadArguments as exc:
+            return Outcome(state="failed", code="BAD_ARGUMENTS", detail=str(exc))
+        except DriverError as exc:
+            return Outcome(state="failed", code="DRIVER_FAILED", detail=str(exc))
         return Outcome(state="failed", code="TIMED_OUT", detail=f"it was stopped after {limit_s:.0f} s")
 
     def _tell(self, command_id: str, outcome: Outcome) -> None:

@@ -3,7 +3,7 @@
 A flag beats the environment, that beats the file (``/etc/bcd/bcd.toml``, which need not exist), and
 that beats the default. An unknown key is an error that names its path, because a typo that is
 silently ignored shows weeks later. Secrets are never in here: the join token has ways of its own
-(`agent.join_input`), and the node's key is a file of the state directory.
+(`agent.tokens`), and the node's key is a file of the state directory.
 
 `Timing` is how the agent paces itself. It is apart from the file, since nobody should need it:
 simulations and tests shorten it.

@@ -68,6 +68,11 @@ def list_local_conditions(vitals: Vitals, connection: Connection) -> tuple[Condi
     return tuple(sorted([*_look_at_session(connection), *list_conditions(vitals)], key=_rank))
 
 
+def list_machine_conditions(inventory: Inventory) -> tuple[Condition, ...]:
+    """Return what is wrong with the machine alone."""
+    return tuple(sorted(_look_at_hardware(inventory), key=_rank))
+
+
 def _rank(condition: Condition) -> tuple[int, str, str]:
     return ("critical", "warning", "info").index(condition.severity), condition.name, condition.subject
 
@@ -79,17 +84,20 @@ def _condition(name: str, severity: Severity, text: str, subject: str = "") -> C
 def _look_at_machine(vitals: Vitals) -> Iterator[Condition]:
     if vitals.probe_problem:
         yield _condition("machine.unreadable", "critical", vitals.probe_problem)
-    if vitals.inventory is None:
-        return
-    driver = vitals.inventory.driver
+    if vitals.inventory is not None:
+        yield from _look_at_hardware(vitals.inventory)
+
+
+def _look_at_hardware(inventory: Inventory) -> Iterator[Condition]:
+    driver = inventory.driver
     if driver.state != "ok":
         yield from _look_at_driver(driver)
     else:
-        there = {gpu.pci_bus_id for gpu in vitals.inventory.gpus}
+        there = {gpu.pci_bus_id for gpu in inventory.gpus}
         for address in driver.pci_gpus:
             if address not in there:
                 yield _condition("gpu.missing", "critical", "on the PCI bus, and the driver does not see it", address)
-    yield from _look_at_gpus(vitals.inventory.health)
+    yield from _look_at_gpus(inventory.health)
 
 
 def _look_at_driver(driver: DriverFacts) -> Iterator[Condition]:

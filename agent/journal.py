@@ -49,6 +49,7 @@ _log = structlog.get_logger()
 
 CommandState = Literal["recorded", "done", "indeterminate"]
 
+JOURNAL_FILE: Final = "journal.db"  # in the state directory
 ENDED_COMMANDS_MAX: Final = 1024
 """The control plane repeats a command for minutes; at ten a second, this many are two minutes' worth,
 and a node sees a few a day."""
@@ -375,6 +376,17 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether an agent has this journal open now. Raises OSError."""
+    if not path.with_name(path.name + ".lock").exists():
+        return False
+    try:
+        os.close(_lock(path))
+    except JournalInUse:
+        return True
+    return False
 
 
 def _open_or_begin(path: Path) -> sqlite3.Connection:
