@@ -14,6 +14,7 @@ may be somebody's terminal.
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +31,8 @@ from agent.config import Config, Settings
 from agent.connect import TlsConnect
 from agent.drivers.base import DriverError
 from agent.endpoints import parse_endpoint
-from agent.joiner import JoinFailed, Joining, compare_with_membership, describe_host, fetch_bundle, join, store
+from agent.exits import CommandFailed
+from agent.joiner import Joining, compare_with_membership, describe_host, fetch_bundle, join, store
 from agent.journal import JournalError
 from agent.machine import open_machine
 from agent.membership import IDENTITY_FILE, BadMembership, Machine, save_membership
@@ -67,8 +69,10 @@ THREADS: Final = 8
 # A process that was told to stop and has not is of no use to anybody who waits for it.
 STOP_S: Final = 6.0
 
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
 # What can be wrong with one machine. Anything else is a fault of ours, and ends the process.
-_EXPECTED = (JoinFailed, BadMembership, JournalError, DriverError, UnsafeFile, OSError, sqlite3.Error)
+_EXPECTED = (CommandFailed, BadMembership, JournalError, DriverError, UnsafeFile, OSError, sqlite3.Error)
 
 
 class _Threads:
@@ -83,8 +87,12 @@ class _Threads:
             return await trio.to_thread.run_sync(fn, limiter=self._shared)
 
 
-class WrongMachine(Exception):
-    """The state directory is another machine's."""
+class Unusable(Exception):
+    """What the specification says of a machine does not fit what is in its state directory."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class FleetRun:
@@ -113,7 +121,7 @@ class FleetRun:
     async def _run_node(self, node: SimNode) -> None:
         try:
             await self._join_and_run(node)
-        except* (*_EXPECTED, WrongMachine) as group:
+        except* (*_EXPECTED, Unusable) as group:
             code, reason = describe_failure(group)
             _log.warning("node.failed", name=node.name, code=code, reason=reason)
             self.failed += 1
@@ -149,10 +157,12 @@ class FleetRun:
         if membership is None:
             return None
         if standing == "other":
-            raise WrongMachine(f"{state_dir} has joined a control plane with another pin; remove it to join this one")
+            raise Unusable("OTHER_FLEET", f"{state_dir} has joined another control plane; remove it to join this one")
         machine = membership.machine
         if (machine.name, machine.variant) != (node.name, node.variant):
-            raise WrongMachine(f"{state_dir} has joined as {machine.name} of variant {machine.variant}; remove it")
+            raise Unusable(
+                "OTHER_MACHINE", f"{state_dir} has joined as {machine.name} of variant {machine.variant}; remove it"
+            )
         if membership.gateways != (self._gateway,):
             membership = replace(membership, gateways=(self._gateway,))
             save_membership(state_dir, membership)
@@ -160,14 +170,15 @@ class FleetRun:
 
     async def _join(self, node: SimNode, state_dir: Path, machine: Machine, hardware: Hardware) -> None:
         if not node.token:
-            raise WrongMachine(f"{state_dir} has not joined, and the specification has no token for {node.name}")
+            raise Unusable(
+                "NO_TOKEN", f"{state_dir} has not joined, and the specification has no token for {node.name}"
+            )
         self._progress.say("joining", name=node.name)
         began = trio.current_time()
         make_private_directory(state_dir)
         bundle = await fetch_bundle(self._gateway, self._spec.pin)
         joining = Joining(
             server=self._gateway,
-            pin=self._spec.pin,
             token=parse_token(node.token),
             host=describe_host(await hardware.devices.probe(), name=node.name, agent_version=agent_version()),
             machine=machine,
@@ -206,9 +217,11 @@ class FleetRun:
 def describe_failure(failure: BaseException) -> tuple[str, str]:
     """Return a code and a sentence for the first thing that went wrong."""
     error = leaves(failure)[0]
-    if isinstance(error, JoinFailed):
-        return error.exit_code.name, f"{error}; {error.hint}"
-    return type(error).__name__, str(error)
+    if isinstance(error, CommandFailed):
+        return error.exit_code.name, f"{error}; {error.hint}" if error.hint else str(error)
+    if isinstance(error, Unusable):
+        return error.code, str(error)
+    return _CAPITAL.sub("_", type(error).__name__).upper(), str(error)
 
 
 def run_agents(spec: FleetSpec, *, stdin: int | None, stdout: int, log_level: str) -> int:

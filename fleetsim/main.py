@@ -6,13 +6,14 @@ Exit status: 0 done; 1 it went wrong; 2 the command line, or the specification, 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
 from fleetsim.agents import run_agents
-from fleetsim.bench.main import bench
 from fleetsim.spec import STDIN, SpecError, load_spec
 
+_COUNT = click.IntRange(min=1, max=10_000)
 _STDIN_FD = 0
 _STDOUT_FD = 1
 
@@ -40,15 +41,75 @@ def cli() -> None:
 )
 def agents(source: str, log_level: str) -> None:
     """Run simulated agents that really join, in this process; tell how they fare in JSON lines."""
+    watched = _STDIN_FD if source == STDIN else None
     try:
         spec = load_spec(source, stdin=_STDIN_FD)
+        status = run_agents(spec, stdin=watched, stdout=_STDOUT_FD, log_level=log_level)
     except SpecError as exc:
         raise click.UsageError(str(exc)) from exc
-    watched = _STDIN_FD if source == STDIN else None
-    sys.exit(run_agents(spec, stdin=watched, stdout=_STDOUT_FD, log_level=log_level))
+    sys.exit(status)
 
 
-cli.add_command(bench)
+@cli.group()
+def bench() -> None:
+    """Measure, and compare with the reference."""
+
+
+@bench.command()
+@click.option("--nodes", type=_COUNT, default=8, show_default=True, help="Nodes that are idle.")
+@click.option("--joins", type=_COUNT, default=200, show_default=True, help="Nodes that join at once.")
+@click.option("--joins-at-once", type=_COUNT, default=32, show_default=True, help="How many of them at a time.")
+@click.option("--sessions", type=_COUNT, default=100, show_default=True, help="Nodes that are connected under load.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True, max=1000),
+    default=10.0,
+    show_default=True,
+    help="Reservations a second under load.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1, max=3600),
+    default=30.0,
+    show_default=True,
+    help="How long the load lasts.",
+)
+@click.option("--repeats", type=click.IntRange(min=1, max=100), default=3, show_default=True)
+@click.option("--install/--no-install", default=True, help="Install into a new environment first, or use this one.")
+@click.option("--keep", is_flag=True, help="Keep the working directories; those of failures are always kept.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write the report there, as JSON.",
+)
+def spine(
+    *,
+    nodes: int,
+    joins: int,
+    joins_at_once: int,
+    sessions: int,
+    rate: float,
+    seconds: float,
+    repeats: int,
+    install: bool,
+    keep: bool,
+    output: Path | None,
+) -> None:
+    """From an empty machine to GPUs held: installation, joins, latency, memory. Takes some minutes."""
+    # imported here: the agents' process is measured, and must not hold the control plane's libraries
+    from fleetsim.bench.spine import Parameters, run_spine  # noqa: PLC0415
+
+    parameters = Parameters(
+        nodes=nodes,
+        joins=joins,
+        joins_at_once=joins_at_once,
+        sessions=sessions,
+        rate=rate,
+        seconds=seconds,
+        repeats=repeats,
+        install=install,
+    )
+    sys.exit(0 if run_spine(parameters, keep=keep, output=output) else 1)
 
 
 def main() -> None:

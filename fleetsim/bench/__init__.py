@@ -1,7 +1,6 @@
 """Benchmarks: figures of the whole system on the wall clock, never tests.
 
-main        the commands
-spine       `fleetsim bench spine`: its worlds, one after the other
+spine       `fleetsim bench spine`: its worlds, one after the other, and its report
 install     the world of a new user: pip, `bcctl dev`, `bcctl reserve`
 joins       makes a fleet join, and counts what that costs
 holding     takes GPUs and lets them go, in turn or at a rate

@@ -49,7 +49,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     parameters: dict[str, float | bool]
     figures: dict[str, Figure]
-    notes: list[str]
     caveats: list[str]
 
 
@@ -58,7 +57,6 @@ class Measurements:
 
     def __init__(self) -> None:
         self.failures: list[str] = []
-        self.notes: list[str] = []
         self._values: dict[str, list[float]] = {}
 
     def add(self, name: str, value: float) -> None:
@@ -111,7 +109,6 @@ def make_report(
         versions=dict(versions),
         parameters=dict(parameters),
         figures=measured.figures(),
-        notes=list(measured.notes),
         caveats=list(CAVEATS),
     )
 
@@ -129,7 +126,6 @@ def format_report(report: Report) -> str:
     lines = ["  ".join(_align(row, widths)).rstrip() for row in rows]
     sha = f"{report.commit.sha[:12]}{' with changes' if report.commit.changed else ''}" or "no commit"
     lines += ["", describe(report.machine), f"{sha}; reference: {REFERENCE_HOST}; ratio: reference / ours"]
-    lines += [f"note: {note}" for note in report.notes]
     lines += [f"FAILED: {failure}" for failure in report.failures]
     return "\n".join(lines) + "\n"
 

@@ -17,22 +17,27 @@ import click
 import msgspec
 
 from controlplane.cli.client import ClientError
+from controlplane.cli.session import Interrupted, run_interruptible
+from controlplane.db.binaries import find_binaries
 from controlplane.db.embedded_state import EmbeddedPostgresError
 from fleetsim.bench.children import ChildFailed
 from fleetsim.bench.holding import Holder, ReservationLost, hold_at_rate, hold_in_turn, open_event_watch
-from fleetsim.bench.install import NoProject, measure_first_use
+from fleetsim.bench.install import NoProject, find_project, measure_first_use
 from fleetsim.bench.joins import POOL, check_nodes, make_fleet_spec, open_joined_fleet
+from fleetsim.bench.machine import Commit, read_commit, read_machine, read_versions
 from fleetsim.bench.memory import find_tree, read_memory
+from fleetsim.bench.report import Measurements, encode_report, format_report, make_report
 from fleetsim.bench.samples import percentile
 from fleetsim.bench.server import open_server
 from fleetsim.groups import leaves
+from shared.clocks import SystemClock
+from shared.logs import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from fleetsim.bench.fleet import Fleet
     from fleetsim.bench.holding import Latencies
-    from fleetsim.bench.report import Measurements
     from fleetsim.bench.server import Server
 
 # Enough for a 99th percentile that is not just the first outlier, in a minute.
@@ -168,3 +173,47 @@ def _make_directory() -> Path:
 
 def _tell(text: str) -> None:
     click.echo(text, err=True)
+
+
+def run_spine(parameters: Parameters, *, keep: bool, output: Path | None) -> bool:
+    """Measure, write and print the report; return whether nothing failed.
+
+    Raises:
+        ClickException: it was interrupted, or the report cannot be written.
+    """
+    configure_logging("WARNING", json=False)
+    measured = Measurements()
+    clock = SystemClock()
+    at, machine, commit = clock.now(), read_machine(), _read_commit()
+    try:
+        run_interruptible(Bench(parameters, measured, keep).run)
+    except Interrupted as exc:
+        raise click.ClickException("stopped before it was done") from exc
+    report = make_report(
+        "spine",
+        measured,
+        at=at,
+        seconds=(clock.now() - at).total_seconds(),
+        machine=machine,
+        commit=commit,
+        versions={**read_versions(), "postgresql": find_binaries().version},
+        parameters=msgspec.to_builtins(parameters),
+    )
+    click.echo(format_report(report), nl=False)
+    if output is not None:
+        _write(output, encode_report(report))
+    return report.ok
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as exc:
+        raise click.ClickException(f"--output: {path}: {exc.strerror}") from exc
+
+
+def _read_commit() -> Commit:
+    try:
+        return read_commit(find_project())
+    except NoProject:
+        return Commit(sha="", changed=False)
