@@ -113,14 +113,14 @@ class AsyncApiClient:
 
     async def read(self, path: str, given: Mapping[str, object] | None = None) -> JsonObject:
         """Call a method that changes nothing, as ``reservations/get``. Raises ClientError."""
-        return await self._call(path, given or {}, repeatable=True)
+        return await self._call(path, given or {}, changes=False, repeatable=True)
 
     async def change(self, path: str, given: Mapping[str, object]) -> JsonObject:
         """Call a method that changes something. Raises ClientError.
 
         With an `idempotency_key` in `given` it is repeated once if the connection breaks.
         """
-        return await self._call(path, given, repeatable="idempotency_key" in given)
+        return await self._call(path, given, changes=True, repeatable="idempotency_key" in given)
 
     async def list(self, path: str, given: Mapping[str, object], *, limit: int) -> Listing:
         """Follow the pages of a list until it ends or `limit` items are there. Raises ClientError."""
@@ -140,12 +140,12 @@ class AsyncApiClient:
 
     async def health(self) -> JsonObject:
         """Return what the server says of its own health, whatever its status. Raises ClientError."""
-        response = await self._send(lambda: self._http.get("/health"), repeatable=True)
+        response = await self._send(lambda: self._http.get("/health"), changes=False, repeatable=True)
         return self._decode(response)
 
     async def version(self) -> str:
         """Return the server's version. Raises ClientError."""
-        response = await self._send(lambda: self._http.get("/openapi.json"), repeatable=True)
+        response = await self._send(lambda: self._http.get("/openapi.json"), changes=False, repeatable=True)
         described = self._decode(response)
         try:
             return str(described["info"]["version"])
@@ -195,14 +195,16 @@ class AsyncApiClient:
 
     # --- one request ---------------------------------------------------------------------------
 
-    async def _call(self, path: str, given: Mapping[str, object], *, repeatable: bool) -> JsonObject:
+    async def _call(self, path: str, given: Mapping[str, object], *, changes: bool, repeatable: bool) -> JsonObject:
         content = json.dumps(given).encode()
         request_id = new_id("req")
         headers = {"content-type": "application/json", "x-request-id": request_id}
         tries = 0
         while True:
             response = await self._send(
-                lambda: self._http.post(API_PREFIX + path, content=content, headers=headers), repeatable=repeatable
+                lambda: self._http.post(API_PREFIX + path, content=content, headers=headers),
+                changes=changes,
+                repeatable=repeatable,
             )
             answer = self._decode(response)
             error = answer.get("error")
@@ -217,22 +219,24 @@ class AsyncApiClient:
                 raise failure
             await trio.sleep((failure.retry_after_ms or 1000) / 1000)
 
-    async def _send(self, send: Callable[[], Any], *, repeatable: bool) -> httpx2.Response:
+    async def _send(
+        self, send: Callable[[], Awaitable[httpx2.Response]], *, changes: bool, repeatable: bool
+    ) -> httpx2.Response:
+        sent = False
         for last in (False, True):
             try:
                 with trio.fail_after(ANSWER_S):
                     return await send()
-            except _NEVER_SENT as exc:
-                if last:
-                    raise self._unreachable(exc) from exc
             except (httpx2.TransportError, trio.TooSlowError) as exc:
-                if not repeatable:
-                    raise UnknownOutcome(
-                        f"{self.url} took the request and gave no answer ({_reason(exc)}); it may have been done or not"
-                    ) from exc
-                if last:
+                sent = sent or not isinstance(exc, _NEVER_SENT)
+                if last or (sent and not repeatable):
+                    if sent and changes:
+                        raise UnknownOutcome(
+                            f"{self.url} was sent the request and gave no answer ({_reason(exc)});"
+                            " it may have been done or not"
+                        ) from exc
                     raise self._unreachable(exc) from exc
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _stream(
         self,

@@ -64,17 +64,25 @@ def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None
         setattr(ctx.ensure_object(Session), param.name, value)
 
 
-def _common_options() -> list[click.Option]:
-    def option(*names: str, **attributes: Any) -> click.Option:  # noqa: ANN401 - click's own keywords
-        return click.Option(names, expose_value=False, callback=_remember, **attributes)
+def _option(*names: str, **attributes: Any) -> click.Option:  # noqa: ANN401 - click's own keywords
+    return click.Option(names, expose_value=False, callback=_remember, **attributes)
 
+
+def _connection_options() -> list[click.Option]:
+    key_help = "The API key; better in BCCTL_KEY or a profile, as others see arguments."
     return [
-        option("--url", metavar="URL", help="The server; else BCCTL_URL, else the profile's."),
-        option("--key", metavar="KEY", help="The API key; better in BCCTL_KEY or a profile, as others see arguments."),
-        option("--profile", metavar="NAME", help="Which profile; else BCCTL_PROFILE, else the current one."),
-        option("--output", "-o", type=click.Choice(["table", "json"]), help="How to show the answer. [default: table]"),
-        option("--query", metavar="PATH", help="Show one part of the answer, as in state or parts[0].node."),
-        option("--no-color", is_flag=True, help="No colours; NO_COLOR does the same."),
+        _option("--url", metavar="URL", help="The server; else BCCTL_URL, else the profile's."),
+        _option("--key", metavar="KEY", help=key_help),
+        _option("--profile", metavar="NAME", help="Which profile; else BCCTL_PROFILE, else the current one."),
+    ]
+
+
+def _output_options() -> list[click.Option]:
+    output = click.Choice(["table", "json"])
+    return [
+        _option("--output", "-o", type=output, help="How to show the answer. [default: table]"),
+        _option("--query", metavar="PATH", help="Show one part of the answer, as in state or parts[0].node."),
+        _option("--no-color", is_flag=True, help="No colours; NO_COLOR does the same."),
     ]
 
 
@@ -87,18 +95,29 @@ def _write_options(
             formatter.write_dl(records)
 
 
-class ApiCommand(click.Command):
-    """A command that talks to the API: has the common options."""
+class OutputCommand(click.Command):
+    """A command that shows data: has the common options for that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - click's own arguments
         super().__init__(*args, **kwargs)
-        self._common = _common_options()
+        self._common = self.make_common()
         self.params.extend(self._common)
+
+    def make_common(self) -> list[click.Option]:
+        """Return new instances of the common options."""
+        return _output_options()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own = [param for param in self.get_params(ctx) if param not in self._common]
         _write_options(formatter, "Options", own, ctx)
         _write_options(formatter, "Common options", self._common, ctx)
+
+
+class ApiCommand(OutputCommand):
+    """A command that talks to the API: has all common options."""
+
+    def make_common(self) -> list[click.Option]:
+        return [*_connection_options(), *_output_options()]
 
 
 class NounGroup(click.Group):
@@ -136,7 +155,7 @@ class LazyGroup(click.Group):
         super().__init__(*args, **kwargs)
         self._package = package
         self._sections = sections
-        self._common = _common_options()
+        self._common = [*_connection_options(), *_output_options()]
         self.params.extend(self._common)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature

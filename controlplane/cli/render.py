@@ -63,26 +63,44 @@ class Column:
         value: name of the field, or what makes the text from the row.
         right: aligned to the right, for numbers.
         shrinks: may be cut on a narrow terminal.
+        drops: is left out of a table that does not fit, the highest first; 0 stays.
     """
 
     header: str
     value: str | Callable[[Mapping[str, Any]], str]
     right: bool = False
     shrinks: bool = False
+    drops: int = 0
 
     def text(self, row: Mapping[str, Any]) -> str:
         if callable(self.value):
-            return clean(self.value(row)) or NOTHING
+            return clean(self.value(row))
         return show_value(self.value, row.get(self.value))
 
 
 def used(part: str, whole: str) -> Callable[[Mapping[str, Any]], str]:
-    """Make a column's value: how much of something is used, as `4/8`; just `4` where there is no limit."""
+    """Make a column's value: how much of a limit is used, as `4/8`; just `4` where there is no limit."""
 
     def text(row: Mapping[str, Any]) -> str:
         if row[whole] is None:
             return show_value(part, row[part])
         return f"{show_value(part, row[part])}/{show_value(whole, row[whole])}"
+
+    return text
+
+
+def held(part: str, whole: str) -> Callable[[Mapping[str, Any]], str]:
+    """Make a column's value: how much of what there is is held, as `4/8`; `-` where there is none."""
+    text = used(part, whole)
+    return lambda row: text(row) if row[whole] or row[part] else NOTHING
+
+
+def to_the_minute(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """Make a column's value: an instant, as short as a table needs it."""
+
+    def text(row: Mapping[str, Any]) -> str:
+        at: str | None = row[name]
+        return NOTHING if at is None else f"{show_time(datetime.fromisoformat(at))[:-4]}Z"
 
     return text
 
@@ -102,7 +120,9 @@ def clean(text: str) -> str:
 def show_value(name: str, value: object) -> str:  # noqa: PLR0911 - a table of cases
     """Return a field's value on one line."""
     match value:
-        case None | "" | [] | {}:
+        case None | "" | []:
+            return NOTHING
+        case dict() if not value:
             return NOTHING
         case bool():
             return "yes" if value else "no"
@@ -165,16 +185,31 @@ def render_table(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *, width: int | None = None, color: bool = False
 ) -> str:
     """Return an aligned table with a header, at most `width` cells wide (None is unlimited)."""
-    headers = [column.header.upper() for column in columns]
-    cells = [[column.text(row) for column in columns] for row in rows]
-    widths = [max(map(width_of, texts)) for texts in zip(headers, *cells, strict=True)]
-    if width is not None and not _shrink(widths, columns, width):
-        return "\n\n".join(_record(list(zip(headers, texts, strict=True)), width, color=color) for texts in cells)
-    lines = [_line(headers, widths, columns, color=False)]
-    if color:
-        lines = [click.style(line, bold=True) for line in lines]
-    lines += [_line(texts, widths, columns, color=color) for texts in cells]
+    shown = list(columns)
+    cells = [[column.text(row) for column in shown] for row in rows]
+    while True:
+        headers = [column.header.upper() for column in shown]
+        widths = [max(map(width_of, texts)) for texts in zip(headers, *cells, strict=True)]
+        if width is None or _shrink(widths, shown, width):
+            break
+        worst = max(range(len(shown)), key=lambda i: shown[i].drops)
+        if shown[worst].drops == 0:
+            return _render_records(rows, columns, width, color=color)
+        del shown[worst]
+        for texts in cells:
+            del texts[worst]
+    head = _line(headers, widths, shown, color=False)
+    lines = [click.style(head, bold=True) if color else head]
+    lines += [_line(texts, widths, shown, color=color) for texts in cells]
     return "\n".join(lines)
+
+
+def _render_records(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], width: int, *, color: bool) -> str:
+    """The table of a terminal that is too narrow for it: a record for each row."""
+    records = [[(column.header.strip().upper(), column.text(row)) for column in columns] for row in rows]
+    return "\n\n".join(
+        _record([(label, text) for label, text in record if text], width, color=color) for record in records
+    )
 
 
 def _shrink(widths: list[int], columns: Sequence[Column], width: int) -> bool:

@@ -64,8 +64,9 @@ def asked_of(found: Mapping[str, Any]) -> str:
     ]
     what = ", ".join(amount for amount in amounts if amount)
     if found["whole_node"]:
-        what = ", ".join(part for part in (what, "whole nodes" if found["nodes"] > 1 else "whole node") if part)
-    if found["nodes"] > 1:
+        whole = f"{found['nodes']} whole node{'s' if found['nodes'] > 1 else ''}"
+        what = f"{what}, {whole}" if what else whole
+    elif found["nodes"] > 1:
         what += f" on {found['nodes']} nodes"
     if found["topology"] != "any":
         what += f", {found['topology']}"

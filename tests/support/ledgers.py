@@ -101,7 +101,7 @@ class LedgerFleet:
     def add_node(self, gpus: int = 8) -> FleetNode:
         """Another adopted and connected node."""
         with psycopg.connect(self.owner_dsn, autocommit=True) as conn:
-            node = _insert_node(conn, self.pool_id, len(self.nodes), gpus)
+            node = insert_node(conn, self.pool_id, len(self.nodes), gpus)
         self.nodes.append(node)
         return node
 
@@ -303,7 +303,7 @@ where (q.gpus_used, q.vcpus_used) is distinct from (used.gpus, used.vcpus)
 """
 
 
-def _insert_node(conn: psycopg.Connection[Any], pool_id: int, number: int, gpus: int) -> FleetNode:
+def insert_node(conn: psycopg.Connection[Any], pool_id: int, number: int, gpus: int) -> FleetNode:
     signer = NodeSigner(make_key())
     public_id = new_id("node")
     (node_id,) = conn.execute(
@@ -359,7 +359,7 @@ async def open_fleet(dsn: Dsn, *, nodes: int = 1, gpus: int = 8) -> AsyncGenerat
             """,
             ("gpu", "H100") if gpus else ("cpu", None),
         )
-        fleet_nodes = [_insert_node(conn, 1, number, gpus) for number in range(nodes)]
+        fleet_nodes = [insert_node(conn, 1, number, gpus) for number in range(nodes)]
     async with open_database(DatabaseConfig(dsn=dsn.worker)) as db:
         yield LedgerFleet(
             db=db,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BEFORE = 10
 # A GPU starts or stops being somebody's.
 _SIGNS = {"reservation.active": "+", "reservation.released": "-"}
-_KIND_WIDTH = 22
+_KIND_WIDTH = 24
 _SUBJECT_WIDTH = 31
 
 
@@ -41,11 +41,14 @@ def _detail(event: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def _kind(event: Mapping[str, Any]) -> str:
+    return f"{_SIGNS.get(event['kind'], ' ')} {event['kind']}"
+
+
 COLUMNS = (
     Column("at", "at"),
-    Column("", lambda event: _SIGNS.get(event["kind"], " ")),
-    Column("kind", "kind"),
-    Column("subject", "subject"),
+    Column("  kind", _kind),
+    Column("subject", "subject", shrinks=True),
     Column("detail", _detail, shrinks=True),
 )
 
@@ -99,9 +102,8 @@ def _show_one(session: Session, event: JsonObject) -> None:
 
         click.echo(json.dumps(event, ensure_ascii=False))
     else:
-        sign = _SIGNS.get(event["kind"], " ")
         at = show_time(datetime.fromisoformat(event["at"]))
-        kind, subject = clean(event["kind"]), clean(event["subject"])
-        line = f"{at} {sign} {kind:{_KIND_WIDTH}} {subject:{_SUBJECT_WIDTH}} {clean(_detail(event))}"
-        colour = {"+": "green", "-": "yellow"}.get(sign) if session.color else None
-        click.echo(click.style(line.rstrip(), fg=colour) if colour else line.rstrip())
+        kind, subject = clean(_kind(event)), clean(event["subject"])
+        line = f"{at}  {kind:{_KIND_WIDTH}} {subject:{_SUBJECT_WIDTH}} {clean(_detail(event))}".rstrip()
+        colour = {"+": "green", "-": "yellow"}.get(kind[0]) if session.color else None
+        click.echo(click.style(line, fg=colour) if colour else line)

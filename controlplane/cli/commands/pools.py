@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from controlplane.cli.options import NounGroup, given, list_options, pass_session
-from controlplane.cli.render import Column, used
+from controlplane.cli.render import Column, held
 
 if TYPE_CHECKING:
     from controlplane.cli.session import Session
@@ -16,11 +16,11 @@ COLUMNS = (
     Column("pool", "slug"),
     Column("site", "site"),
     Column("model", lambda pool: pool["gpu_model"] or "cpu", shrinks=True),
-    Column("nodes", used("nodes_placeable", "nodes"), right=True),
-    Column("gpus held", used("gpus_held", "gpus"), right=True),
-    Column("vcpus held", used("vcpus_held", "vcpus"), right=True),
-    Column("memory held", used("memory_mib_held", "memory_mib"), right=True),
-    Column("id", "id"),
+    Column("nodes", held("nodes_placeable", "nodes"), right=True),
+    Column("gpus held", held("gpus_held", "gpus"), right=True),
+    Column("vcpus held", held("vcpus_held", "vcpus"), right=True, drops=1),
+    Column("memory held", held("memory_mib_held", "memory_mib"), right=True, drops=2),
+    Column("id", "id", drops=3),
 )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane.cli import profiles as store
-from controlplane.cli.options import NounGroup, pass_session
+from controlplane.cli.options import OutputCommand, pass_session
 from controlplane.cli.render import Column
 from controlplane.cli.session import Failed
 
@@ -26,7 +26,7 @@ COLUMNS = (
 _KEY_SHOWN = 12
 
 
-@click.group("profiles", cls=NounGroup)
+@click.group("profiles")
 def command() -> None:
     """Servers that bcctl knows, with a key for each."""
 
@@ -43,7 +43,7 @@ def _rows(content: ProfileFile) -> list[dict[str, Any]]:
     ]
 
 
-@command.command("list")
+@command.command("list", cls=OutputCommand)
 @pass_session
 def list_(session: Session) -> None:
     """List profiles, without their keys' secrets."""

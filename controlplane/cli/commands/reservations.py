@@ -9,7 +9,7 @@ import click
 from controlplane.cli.commands import reserve
 from controlplane.cli.options import DURATION, TIME, NounGroup, confirm, given, list_options, pass_session, yes_option
 from controlplane.cli.progress import open_progress
-from controlplane.cli.render import Column, render_pairs
+from controlplane.cli.render import Column, render_pairs, to_the_minute
 from controlplane.cli.reservation_text import ENDED, asked_of, pairs_of
 from controlplane.cli.session import Failed, Interrupted, with_key
 
@@ -49,13 +49,13 @@ def _note(found: Mapping[str, Any]) -> str:
 COLUMNS = (
     Column("id", "id"),
     Column("state", "state"),
-    Column("pool", "pool"),
-    Column("what", asked_of),
-    Column("start", "start"),
-    Column("end", "end"),
-    Column("nodes", _nodes, shrinks=True),
-    Column("name", "name", shrinks=True),
-    Column("note", _note, shrinks=True),
+    Column("pool", "pool", shrinks=True, drops=1),
+    Column("what", asked_of, shrinks=True),
+    Column("start", to_the_minute("start"), drops=4),
+    Column("end", to_the_minute("end")),
+    Column("nodes", _nodes, shrinks=True, drops=3),
+    Column("name", "name", shrinks=True, drops=5),
+    Column("note", _note, shrinks=True, drops=2),
 )
 
 

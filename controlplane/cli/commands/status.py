@@ -8,7 +8,7 @@ import click
 
 from controlplane.cli.amounts import show_memory
 from controlplane.cli.options import ApiCommand, given, list_options, pass_session
-from controlplane.cli.render import Column, clean, render_table, used
+from controlplane.cli.render import Column, held, render_table, to_the_minute
 from controlplane.cli.session import Failed
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from controlplane.cli.session import Session
 
 _BAR_WIDTH = 8
+_since = to_the_minute("connectivity_at")
 
 
 def _marks(node: Mapping[str, Any]) -> str:
@@ -26,7 +27,7 @@ def _marks(node: Mapping[str, Any]) -> str:
     if node["state"] != "adopted":
         marks.append(node["state"])
     if node["connectivity"] == "unreachable":
-        marks.append(f"unreachable since {clean(node['connectivity_at'])[:16]}Z")
+        marks.append(f"unreachable since {_since(node)}")
     elif node["connectivity"] == "never":
         marks.append("never connected")
     if node["draining"]:
@@ -34,7 +35,7 @@ def _marks(node: Mapping[str, Any]) -> str:
     elif node["cordoned"]:
         marks.append("cordoned")
     if node["gpus_unhealthy"]:
-        marks.append(f"{node['gpus_unhealthy']} GPUs unhealthy")
+        marks.append(f"{node['gpus_unhealthy']} GPU{'s' if node['gpus_unhealthy'] > 1 else ''} unhealthy")
     return ", ".join(marks)
 
 
@@ -51,12 +52,12 @@ def _bar(node: Mapping[str, Any]) -> str:
 
 COLUMNS = (
     Column("node", "name"),
-    Column("pool", "pool", shrinks=True),
-    Column("used", _bar),
-    Column("gpus", used("gpus_held", "gpus"), right=True),
-    Column("vcpus", used("vcpus_held", "vcpus"), right=True),
-    Column("memory", used("memory_mib_held", "memory_mib"), right=True),
-    Column("", _marks, shrinks=True),
+    Column("pool", "pool", shrinks=True, drops=2),
+    Column("used", _bar, drops=1),
+    Column("gpus", held("gpus_held", "gpus"), right=True),
+    Column("vcpus", held("vcpus_held", "vcpus"), right=True),
+    Column("memory", held("memory_mib_held", "memory_mib"), right=True, drops=3),
+    Column("note", _marks, shrinks=True),
 )
 
 
