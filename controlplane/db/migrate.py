@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, LiteralString, cast
 
 import psycopg
 
+from controlplane.db.tx import DatabaseUnavailable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -96,14 +98,19 @@ def required_version() -> int:
 
 
 def current_version(dsn: str) -> int:
-    """Return the newest migration in the database, 0 if there is none.  Raises MigrationError."""
+    """Return the newest migration in the database, 0 if there is none.
+
+    Raises DatabaseUnavailable, and MigrationError for a ledger that cannot be read.
+    """
     try:
         with psycopg.connect(dsn, application_name="bcctl-migrate") as conn:
             if not _has_ledger(conn):
                 return 0
             row = conn.execute("select coalesce(max(number), 0) from schema_migration").fetchone()
+    except psycopg.OperationalError as exc:
+        raise DatabaseUnavailable(str(exc).strip()) from exc
     except psycopg.Error as exc:
-        raise MigrationError("cannot read the version of the database") from exc
+        raise MigrationError(f"cannot read the version of the database: {exc}") from exc
     assert row is not None
     return int(row[0])
 

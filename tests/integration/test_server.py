@@ -1,0 +1,90 @@
+"""`bcctl serve` as a process: it starts, stops in time, and says what keeps it from starting."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.stack import open_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.postgres import Dsn
+
+
+async def test_it_serves_and_stops_on_sigterm(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        await stack.make_pool()
+        assert "h100" in await stack.bcctl("pools", "list")
+        # an open event stream, and a client that never reads, do not hold it up
+        with socket.create_connection(("127.0.0.1", stack.ports[0])) as silent:
+            silent.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 50)
+            stack.server.kill(signal.SIGTERM)
+            assert await stack.server.wait(10) == 0
+        assert "Traceback" not in stack.server.text()
+
+
+async def test_leases_are_free_after_a_clean_stop(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        stack.server.kill(signal.SIGTERM)
+        assert await stack.server.wait(10) == 0
+        assert stack.sql("select name from lease where expires_at > compute_now()") == []
+        assert stack.sql("select worker_id from worker") == []
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (('[log]\nlevel = "info"', '[log]\nlevle = "info"'), ["CONFIG", "levle", "$.log"]),
+        (('join_listen = "127.0.0.1:', 'join_listen = "127.0.0.1'), ["CONFIG", "api.join_listen", "host:port"]),
+        (("keys_dir", 'roles = ["apis"]\nkeys_dir'), ["CONFIG", "apis", "$.roles[0]"]),
+        (("keys_dir", "keys_dri"), ["CONFIG", "keys_dri"]),
+        (("[database]\ndsn", "[database]\ndns"), ["CONFIG", "dns"]),
+        (("https://", "http://"), ["CONFIG", "gateway.endpoints", "https://"]),
+        (("host=", "host=/nowhere"), ["DATABASE", "nowhere"]),
+    ],
+)
+async def test_a_configuration_that_cannot_be_used_is_named(
+    dsn: Dsn, tmp_path: Path, edit: tuple[str, str], said: list[str]
+) -> None:
+    async with open_stack(dsn, tmp_path, serve=False) as stack:
+        config = tmp_path / "config.toml"
+        text = config.read_text()
+        assert edit[0] in text
+        config.write_text(text.replace(*edit, 1))
+        refused = await stack.run("bcctl", "serve", "--config", str(config))
+        assert refused.returncode == 1
+        for word in said:
+            assert word in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+async def test_a_port_in_use_is_named(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path, serve=False) as stack:
+        with socket.create_server(("127.0.0.1", stack.ports[2])):
+            refused = await stack.run("bcctl", "serve", "--config", str(tmp_path / "config.toml"))
+        assert refused.returncode == 1
+        assert f"gateway.listen: 127.0.0.1:{stack.ports[2]} is in use" in refused.stderr
+
+
+async def test_keys_that_others_can_read_are_refused(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        stack.server.kill(signal.SIGTERM)
+        await stack.server.wait(10)
+        (tmp_path / "keys").chmod(0o755)
+        refused = await stack.run("bcctl", "serve", "--config", str(tmp_path / "config.toml"))
+        assert refused.returncode == 1
+        assert "chmod 700" in refused.stderr
+
+
+async def test_a_database_that_is_not_migrated_is_not_served(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path, serve=False) as stack:
+        stack.sql("delete from schema_migration")
+        refused = await stack.run("bcctl", "serve", "--config", str(tmp_path / "config.toml"))
+        assert refused.returncode == 1
+        assert "NOT_MIGRATED" in refused.stderr
+        assert "bcctl db migrate" in refused.stderr
