@@ -73,8 +73,13 @@ async def open_join_relay(join_url: str, tls: ssl.SSLContext) -> AsyncGenerator[
 
 async def _read_bounded(response: httpx2.Response) -> bytes:
     body = bytearray()
+    size = 0
+    # To its end even if it is too much, and within the deadline: leaving the client's generators in
+    # the middle would leave it to the collector to close them.
     async for part in response.aiter_bytes():
-        body += part
-        if len(body) > BODY_BYTES_MAX:
-            raise RelayFailed("the answer is too large")
+        size += len(part)
+        if size <= BODY_BYTES_MAX:
+            body += part
+    if size > BODY_BYTES_MAX:
+        raise RelayFailed("the answer is too large")
     return bytes(body)
