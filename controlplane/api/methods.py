@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane.api.calls import Drafted, Idempotent, Mutation, Read
 from controlplane.api.groups import (
+    allocations,
     api_keys,
     audit,
+    commands,
+    devices,
     events,
     fleet,
+    join_tokens,
+    nodes,
     offerings,
     pools,
     projects,
@@ -43,6 +48,11 @@ _GROUPS: tuple[tuple[AnyMethod, ...], ...] = (
     events.METHODS,
     audit.METHODS,
     reservations.METHODS,
+    nodes.METHODS,
+    devices.METHODS,
+    join_tokens.METHODS,
+    commands.METHODS,
+    allocations.METHODS,
     fleet.METHODS,
 )
 

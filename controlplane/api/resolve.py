@@ -9,7 +9,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from controlplane.db import iam as db_iam
-from controlplane.db import places, tenancy
+from controlplane.db import node_views, places, tenancy
 from controlplane.errors import Invalid, NotFound
 from shared.ids import SLUG_RULE, is_slug
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from controlplane.api.calls import Call
     from controlplane.db.iam import Tenant
+    from controlplane.db.node_views import NodeRow
     from controlplane.db.places import Pool, Site
     from controlplane.db.tenancy import Offering, Project
     from controlplane.db.tx import Tx
@@ -61,6 +62,22 @@ def find_pool(tx: Tx, ref: str, *, field: str = "pool") -> Pool:
     if pool is None:
         raise not_found("pool", ref, field=field, candidates=places.pool_slugs(tx, limit=_CANDIDATES_MAX))
     return pool
+
+
+def find_node(tx: Tx, call: Call, ref: str, *, field: str = "node") -> NodeRow:
+    """Find by id, or a live node by name. Nodes belong to no tenant: only who sees everything knows of them.
+
+    Raises NotFound, and Invalid for a name that nodes of several sites have.
+    """
+    if not call.scope.everything:
+        raise not_found("node", ref, field=field)
+    found = node_views.find_nodes(tx, ref)
+    if not found:
+        raise not_found("node", ref, field=field, candidates=node_views.node_names(tx, limit=_CANDIDATES_MAX))
+    if len(found) > 1:
+        sites = ", ".join(node.site_slug for node in found)
+        raise Invalid(f"{field}: there is a node {ref} in each of {sites}; give the id", field=field)
+    return found[0]
 
 
 def find_tenant(tx: Tx, call: Call, ref: str | None, *, field: str = "tenant") -> Tenant:

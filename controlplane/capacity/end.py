@@ -102,6 +102,8 @@ def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: A
     waiting = ledger.load_waiting_for(tx, hold.node_id, now)
     enqueue(tx, "reservation", [str(reservation_id) for reservation_id in waiting])
     enqueue(tx, "pool", [str(reservation.pool_id)])
+    if node.draining:
+        enqueue(tx, "node", [str(hold.node_id)])
     if not last:
         return False
     ledger.close_bookings(tx, reservation.reservation_id)

@@ -208,6 +208,15 @@ def page_commands(
     )
 
 
+def load_open(tx: Tx, node_id: int) -> list[Command]:
+    """The node's commands that have not ended, oldest first."""
+    return tx.rows(
+        Command,
+        "select" + _COLUMNS + _FROM + "where c.node_id = %(node)s and c.finished_at is null order by c.command_id",
+        {"node": node_id},
+    )
+
+
 def load_by_purpose(tx: Tx, node_id: int, purpose: str, *, since: datetime) -> list[Command]:
     """The node's commands of one purpose that were made at `since` or later, oldest first."""
     return tx.rows(

@@ -26,6 +26,7 @@ class LockedNode:
     public_id: str
     placement_gen: int
     placeable: bool
+    draining: bool
 
 
 def lock_nodes(tx: Tx, node_ids: Sequence[int]) -> dict[int, LockedNode]:
@@ -33,7 +34,7 @@ def lock_nodes(tx: Tx, node_ids: Sequence[int]) -> dict[int, LockedNode]:
     rows = tx.rows(
         LockedNode,
         """
-        select node_id, public_id, placement_gen, placeable from node
+        select node_id, public_id, placement_gen, placeable, draining from node
         where node_id = any(%(nodes)s) order by node_id for no key update
         """,
         {"nodes": sorted(node_ids)},

@@ -40,6 +40,7 @@ class LifecycleNode:
     acceptance: list[str]
     provision_state: ProvisionState
     connectivity: Connectivity
+    cordoned: bool
     draining: bool
     adopting_at: datetime
     boot_id: str
@@ -61,7 +62,8 @@ def lock_lifecycle(tx: Tx, node_id: int) -> LifecycleNode | None:
         LifecycleNode,
         f"""
         select n.node_id, n.public_id, n.name, n.pool_id, p.slug as pool_slug, p.kind as pool_kind, p.gpu_model,
-               p.acceptance, n.provision_state, n.connectivity, n.draining, n.adopting_at, n.boot_id, n.agent_version,
+               p.acceptance, n.provision_state, n.connectivity, n.cordoned, n.draining, n.adopting_at, n.boot_id,
+               n.agent_version,
                coalesce(s.epoch, 0) as session_epoch, coalesce(s.open, false) as session_open,
                coalesce(s.boot_id, '') as session_boot_id, coalesce(s.agent_version, '') as session_agent_version,
                coalesce(s.journal_id, '') as journal_id,
@@ -291,6 +293,11 @@ def clear_conditions(tx: Tx, node_id: int, kinds: Sequence[str]) -> int:
     return sync_conditions(tx, node_id, owned=kinds, wanted=())
 
 
+def clear_all_conditions(tx: Tx, node_id: int) -> None:
+    """Clear whatever was said of a node that is gone."""
+    tx.execute("delete from node_condition where node_id = %(node)s", {"node": node_id})
+
+
 # --- what hangs on a node --------------------------------------------------------------------
 
 
@@ -301,6 +308,32 @@ def has_holds(tx: Tx, node_id: int) -> bool:
             "select exists (select from allocation where node_id = %(node)s and released_at is null)",
             {"node": node_id},
         )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A reservation that has something on a node: a hold, or a booking that is still to begin."""
+
+    reservation_id: int
+    public_id: str
+    state: str
+
+
+def load_holders(tx: Tx, node_id: int) -> list[Holder]:
+    """Whom a node could not leave without asking, oldest first."""
+    return tx.rows(
+        Holder,
+        """
+        select r.reservation_id, r.public_id, r.state from reservation r
+        where r.reservation_id in (
+          select reservation_id from allocation where node_id = %(node)s and released_at is null
+          union
+          select b.reservation_id from booking b join reservation p using (reservation_id)
+          where b.node_id = %(node)s and b.live and p.state = 'placed')
+        order by r.reservation_id
+        """,
+        {"node": node_id},
     )
 
 

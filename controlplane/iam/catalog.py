@@ -76,6 +76,7 @@ _VERBS: dict[str, dict[str, str]] = {
         "cordon": "Keep new placements off a node, or let them on again.",
         "drain": "Cordon a node and let its holders end, or stop that.",
         "quarantine": "Take a node out of service after a fault, or bring it back.",
+        "revoke": "End a node's certificates: it may neither connect nor give evidence.",
         "decommission": "Remove a node for good.",
         "force_decommission": "Remove a node that will not come back, and let go of what it holds.",
     },

@@ -1,0 +1,416 @@
+"""Nodes: what an operator sees of a server that runs bcd, and what an operator does to it.
+
+Every act is made under the node's row lock and says what it changed; one that finds the node as it
+should be changes nothing and succeeds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import msgspec
+
+from controlplane.api import resolve
+from controlplane.api.calls import (
+    RING_GATEWAY,
+    RING_WORK,
+    Idempotent,
+    Input,
+    ListInput,
+    Mutation,
+    Outcome,
+    Page,
+    Read,
+    Target,
+)
+from controlplane.api.cursors import after, make_page
+from controlplane.api.fields import Instant, Ref
+from controlplane.capacity.place import LedgerTools
+from controlplane.db import certificates, node_views, nodes
+from controlplane.db.queue import enqueue
+from controlplane.db.time import load_now
+from controlplane.errors import Conflict
+from controlplane.fleet import lifecycle, retire
+from controlplane.iam.port import Resource
+from controlplane.model.states import Connectivity, ProvisionState
+
+if TYPE_CHECKING:
+    from controlplane.api.calls import Call
+    from controlplane.db.node_views import NodeRow
+    from controlplane.db.nodes import LifecycleNode
+    from controlplane.db.tx import Tx
+
+Reason = Annotated[str, msgspec.Meta(max_length=500, description="For people: shown with the node, and audited.")]
+
+
+class NodeCondition(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding about a node, or about the GPU in one of its slots; `slot` is null for the node itself."""
+
+    slot: int | None
+    kind: str
+    severity: str
+    reason: str
+    detail: str
+    since: Instant
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that runs bcd, with what it has and what is held of it now."""
+
+    id: str
+    name: str
+    site: str
+    pool: str
+    provision_state: ProvisionState
+    connectivity: Connectivity
+    connectivity_at: Annotated[Instant, msgspec.Meta(description="Since when.")]
+    last_seen_s: Annotated[
+        float | None, msgspec.Meta(description="Seconds since the last sign of life; null before the first session.")
+    ]
+    placeable: Annotated[bool, msgspec.Meta(description="Adopted, connected, not cordoned, not draining.")]
+    cordoned: bool
+    draining: bool
+    cordon_reason: str
+    quarantine_reason: str
+    gpus: int
+    gpus_held: int
+    vcpus: int
+    vcpus_held: int
+    memory_mib: int
+    memory_mib_held: int
+    agent_version: str
+    boot_id: str
+    session_epoch: int
+    session_open: bool
+    gateway: str
+    spec_generation: Annotated[int, msgspec.Meta(description="The newest desired state that was written.")]
+    observed_generation: Annotated[int, msgspec.Meta(description="The newest that the node has acted on.")]
+    authorized: Annotated[bool, msgspec.Meta(description="Whether its certificate may still be used.")]
+    certificate_not_after: Instant | None
+    conditions: list[NodeCondition]
+    created_at: Instant
+    adopted_at: Instant | None
+    decommissioned_at: Instant | None
+
+
+class NodeRef(Input, frozen=True, kw_only=True):
+    node: Ref
+
+
+class ListNodes(ListInput, frozen=True, kw_only=True):
+    pool: Ref | None = None
+    provision_state: Annotated[
+        ProvisionState | None, msgspec.Meta(description="Decommissioned nodes are listed only if asked for.")
+    ] = None
+    connectivity: Connectivity | None = None
+
+
+class NodeAct(Idempotent, frozen=True, kw_only=True):
+    node: Ref
+
+
+class NodeActWithReason(Idempotent, frozen=True, kw_only=True):
+    node: Ref
+    reason: Reason = ""
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True):
+    """A node that was removed, and the reservations that lost what they had on it."""
+
+    id: str
+    name: str
+    released: list[str]
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def _shown(row: NodeRow) -> Node:
+    return Node(
+        id=row.public_id,
+        name=row.name,
+        site=row.site_slug,
+        pool=row.pool_slug,
+        provision_state=cast("ProvisionState", row.provision_state),
+        connectivity=cast("Connectivity", row.connectivity),
+        connectivity_at=row.connectivity_at,
+        last_seen_s=None if row.last_seen_s is None else round(row.last_seen_s, 1),
+        placeable=row.placeable,
+        cordoned=row.cordoned,
+        draining=row.draining,
+        cordon_reason=row.cordon_reason,
+        quarantine_reason=row.quarantine_reason,
+        gpus=row.gpus_total,
+        gpus_held=row.gpus_held,
+        vcpus=row.vcpus_total,
+        vcpus_held=row.vcpus_held,
+        memory_mib=row.memory_mib_total,
+        memory_mib_held=row.memory_mib_held,
+        agent_version=row.agent_version,
+        boot_id=row.boot_id,
+        session_epoch=row.session_epoch,
+        session_open=row.session_open,
+        gateway=row.gateway_id,
+        spec_generation=row.spec_generation,
+        observed_generation=row.observed_generation,
+        authorized=row.authorized,
+        certificate_not_after=row.certificate_not_after,
+        conditions=[
+            msgspec.convert(
+                {**found, "slot": None if found["slot"] == nodes.NODE_SLOT else found["slot"]}, NodeCondition
+            )
+            for found in row.conditions
+        ],
+        created_at=row.created_at,
+        adopted_at=row.adopted_at,
+        decommissioned_at=row.decommissioned_at,
+    )
+
+
+def _show(tx: Tx, call: Call, public_id: str) -> Node:
+    return _shown(resolve.find_node(tx, call, public_id))
+
+
+def _get(tx: Tx, call: Call, typed: NodeRef) -> Node:
+    return _show(tx, call, typed.node)
+
+
+def _list(tx: Tx, call: Call, typed: ListNodes) -> Page[Node]:
+    pool_id = None if typed.pool is None else resolve.find_pool(tx, typed.pool).pool_id
+    rows = node_views.page_nodes(
+        tx,
+        pool_id=pool_id,
+        states=None if typed.provision_state is None else [typed.provision_state],
+        connectivity=typed.connectivity,
+        after=after("nodes", typed.cursor),
+        limit=typed.limit + 1,
+    )
+    return make_page("nodes", rows, typed.limit, item=_shown, keys=lambda row: (row.node_id,))
+
+
+# --- acts ------------------------------------------------------------------------------------
+
+
+def _load(tx: Tx, call: Call, typed: NodeAct | NodeActWithReason) -> Target[NodeRow]:
+    row = resolve.find_node(tx, call, typed.node)
+    return Target(Resource(id=row.public_id, tenant_id=None, attributes={"name": row.name, "pool": row.pool_slug}), row)
+
+
+def _lock(tx: Tx, row: NodeRow) -> LifecycleNode:
+    node = nodes.lock_lifecycle(tx, row.node_id)
+    if node is None or node.provision_state == "decommissioned":
+        raise Conflict(f"node: {row.name} has been decommissioned", field="node")
+    return node
+
+
+def _done(tx: Tx, call: Call, row: NodeRow, rings: tuple[str, ...] = RING_WORK) -> Outcome[Node]:
+    return Outcome(_show(tx, call, row.public_id), rings=rings)
+
+
+def _wake_placed(tx: Tx, node_id: int) -> None:
+    """Have repair look at what is to start on a node that takes no placements any more."""
+    enqueue(tx, "reservation", map(str, nodes.load_placed_on(tx, [node_id])))
+
+
+def _cordon(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    nodes.set_cordon(tx, node.node_id, cordoned=True, reason=typed.reason)
+    if not node.cordoned:
+        lifecycle.tell(tx, node, "cordoned", reason=typed.reason)
+        _wake_placed(tx, node.node_id)
+    return _done(tx, call, target.row)
+
+
+def _uncordon(tx: Tx, call: Call, typed: NodeAct, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    if node.cordoned:
+        nodes.set_cordon(tx, node.node_id, cordoned=False)
+        lifecycle.tell(tx, node, "uncordoned")
+        enqueue(tx, "pool", [str(node.pool_id)])
+    return _done(tx, call, target.row)
+
+
+def _drain(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    nodes.set_cordon(tx, node.node_id, draining=True, reason=typed.reason)
+    if not node.draining:
+        lifecycle.tell(tx, node, "draining", reason=typed.reason)
+        _wake_placed(tx, node.node_id)
+        enqueue(tx, "node", [str(node.node_id)])
+    return _done(tx, call, target.row)
+
+
+def _undrain(tx: Tx, call: Call, typed: NodeAct, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    if node.draining:
+        nodes.set_cordon(tx, node.node_id, draining=False)
+        nodes.clear_conditions(tx, node.node_id, [lifecycle.DRAINED])
+        lifecycle.tell(tx, node, "undrained")
+        enqueue(tx, "pool", [str(node.pool_id)])
+    return _done(tx, call, target.row)
+
+
+def _quarantine(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    if node.provision_state != "quarantined":
+        reason = typed.reason or f"by {call.principal.name}"
+        if not lifecycle.quarantine(tx, node, reason):
+            raise Conflict(f"node: {node.name} is {node.provision_state}; there is nothing to quarantine", field="node")
+    return _done(tx, call, target.row)
+
+
+def _unquarantine(tx: Tx, call: Call, typed: NodeAct, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    if node.provision_state not in ("quarantined", "adopting"):
+        raise Conflict(f"node: {node.name} is {node.provision_state}, not quarantined", field="node")
+    if nodes.begin_acceptance(tx, node.node_id, "quarantined"):
+        lifecycle.tell(tx, node, "adopting", reason=f"by {call.principal.name}")
+    enqueue(tx, "node", [str(node.node_id)])
+    return _done(tx, call, target.row)
+
+
+def _revoke(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    if certificates.revoke_authorization(tx, node.node_id, reason=typed.reason or f"by {call.principal.name}"):
+        lifecycle.tell(tx, node, "revoked", reason=typed.reason)
+    return _done(tx, call, target.row, RING_GATEWAY)
+
+
+def _decommission(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
+    node = _lock(tx, target.row)
+    if holders := nodes.load_holders(tx, node.node_id):
+        names = ", ".join(holder.public_id for holder in holders[:3]) + (", …" if len(holders) > 3 else "")
+        fix = "nodes/forceDecommission lets go of them" if node.connectivity == "unreachable" else "drain it first"
+        raise Conflict(f"node: {node.name} still has {len(holders)} reservations ({names}); {fix}", field="node")
+    retire.decommission(tx, node, reason=typed.reason, now=load_now(tx))
+    return Outcome(Gone(id=node.public_id, name=node.name, released=[]), rings=RING_GATEWAY)
+
+
+def _force(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
+    row = target.row
+    holders = [holder.public_id for holder in nodes.load_holders(tx, row.node_id)]
+    tools = LedgerTools(call.context.signer, call.context.ids)
+    now = load_now(tx)
+    retire.clear_node(tx, tools, row.node_id, principal=call.principal.id, now=now)
+    node = _lock(tx, row)
+    if holders and node.connectivity == "connected":
+        raise Conflict(
+            f"node: {node.name} is connected and holds {len(holders)} reservations; drain it,"
+            " or stop its agent if it cannot be drained",
+            field="node",
+        )
+    retire.decommission(tx, node, reason=typed.reason, now=now)
+    gone = Gone(id=node.public_id, name=node.name, released=holders)
+    return Outcome(gone, detail={"released": holders}, rings=RING_GATEWAY)
+
+
+METHODS = (
+    Read(
+        group="nodes",
+        name="get",
+        action="node.read",
+        input=NodeRef,
+        output=Node,
+        summary="Look at one node.",
+        read=_get,
+    ),
+    Read(
+        group="nodes",
+        name="list",
+        action="node.read",
+        input=ListNodes,
+        output=Page[Node],
+        summary="List nodes, oldest first.",
+        read=_list,
+    ),
+    Mutation(
+        group="nodes",
+        name="cordon",
+        action="node.cordon",
+        input=NodeActWithReason,
+        output=Node,
+        summary="Keep new placements off a node; what it holds stays.",
+        load=_load,
+        perform=_cordon,
+    ),
+    Mutation(
+        group="nodes",
+        name="uncordon",
+        action="node.cordon",
+        input=NodeAct,
+        output=Node,
+        summary="Let placements on a node again.",
+        load=_load,
+        perform=_uncordon,
+    ),
+    Mutation(
+        group="nodes",
+        name="drain",
+        action="node.drain",
+        input=NodeActWithReason,
+        output=Node,
+        summary="Keep new placements off a node and wait for its holds to end: the event node.drained.",
+        load=_load,
+        perform=_drain,
+    ),
+    Mutation(
+        group="nodes",
+        name="undrain",
+        action="node.drain",
+        input=NodeAct,
+        output=Node,
+        summary="Stop draining a node.",
+        load=_load,
+        perform=_undrain,
+    ),
+    Mutation(
+        group="nodes",
+        name="quarantine",
+        action="node.quarantine",
+        input=NodeActWithReason,
+        output=Node,
+        summary="Take a node out of service; what it holds stays.",
+        load=_load,
+        perform=_quarantine,
+    ),
+    Mutation(
+        group="nodes",
+        name="unquarantine",
+        action="node.quarantine",
+        input=NodeAct,
+        output=Node,
+        summary="Have a quarantined node pass acceptance again, and serve if it does.",
+        load=_load,
+        perform=_unquarantine,
+    ),
+    Mutation(
+        group="nodes",
+        name="revoke",
+        action="node.revoke",
+        input=NodeActWithReason,
+        output=Node,
+        summary="End a node's certificates; only a join with a token that expects it brings it back.",
+        load=_load,
+        perform=_revoke,
+    ),
+    Mutation(
+        group="nodes",
+        name="decommission",
+        action="node.decommission",
+        input=NodeActWithReason,
+        output=Gone,
+        summary="Remove a node that holds nothing, for good.",
+        load=_load,
+        perform=_decommission,
+    ),
+    Mutation(
+        group="nodes",
+        name="forceDecommission",
+        action="node.force_decommission",
+        input=NodeActWithReason,
+        output=Gone,
+        summary="Remove a node that will not come back, and let go of what it holds without its word.",
+        load=_load,
+        perform=_force,
+    ),
+)

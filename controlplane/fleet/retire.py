@@ -1,0 +1,104 @@
+"""How a node leaves, and how a hold ends without the node's word.
+
+Both are operators' acts. A node that holds nothing and has nothing to come simply goes: its key is
+revoked, its GPUs are retired, its commands end. A node that will not come back goes by force: what
+was to start on it is queued again, what runs on it ends with the cause `node_decommissioned`, and its
+holds are released with the evidence `forced` and the operator's name.
+
+A forced release is never made against a node that is connected: it can speak for itself, and a job
+may be running there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controlplane.capacity import end as ending
+from controlplane.capacity.place import Contended, announce
+from controlplane.db import certificates, commands, devices, ledger, nodes, reservations
+from controlplane.db.queue import enqueue
+from controlplane.fleet.commands import end as end_command
+from controlplane.fleet.lifecycle import tell
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from controlplane.capacity.place import LedgerTools
+    from controlplane.db.nodes import LifecycleNode
+    from controlplane.db.reservations import Reservation
+    from controlplane.db.tx import Tx
+    from controlplane.model.states import EndCause
+
+GONE = "NODE_DECOMMISSIONED"
+
+
+def decommission(tx: Tx, node: LifecycleNode, *, reason: str, now: datetime) -> None:
+    """Take a locked node out for good. The caller has seen that nobody has anything on it."""
+    for command in commands.load_open(tx, node.node_id):
+        locked = commands.lock_command(tx, command.public_id)
+        if locked is not None and locked.finished_at is None:
+            delivered = locked.state != "queued"
+            end_command(tx, locked, "indeterminate" if delivered else "cancelled", now=now, code=GONE)
+    devices.retire_all(tx, node.node_id)
+    nodes.clear_all_conditions(tx, node.node_id)
+    nodes.mark_decommissioned(tx, node.node_id)
+    certificates.revoke_authorization(tx, node.node_id, reason="decommissioned")
+    tell(tx, node, "decommissioned", reason=reason)
+
+
+def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now: datetime) -> None:
+    """Let go of everything that a node holds or was to hold, as an operator's act.
+
+    Raises:
+        Contended: somebody placed something on it meanwhile; nothing may be kept of this transaction.
+    """
+    # all reservations before any node: the lock order
+    found = [reservations.lock_reservation(tx, holder.reservation_id) for holder in nodes.load_holders(tx, node_id)]
+    for reservation in found:
+        assert reservation is not None, "reservations are never deleted"
+        if reservation.state == "placed":
+            _unplace(tx, reservation)
+        else:
+            force_release(tx, tools, reservation, node_id, principal=principal, now=now, cause="node_decommissioned")
+    ledger.lock_nodes(tx, [node_id])
+    if nodes.load_holders(tx, node_id):
+        raise Contended("node")
+
+
+def _unplace(tx: Tx, reservation: Reservation) -> None:
+    """Take a placement apart that has not begun: it waits for room again, in the order in which it came."""
+    ledger.close_bookings(tx, reservation.reservation_id)
+    ending.give_back_quota(tx, reservation)
+    reason = "its node was decommissioned"
+    reservations.mark_queued(tx, reservation.reservation_id, "placed", reason=reason)
+    announce(tx, reservation, "queued", reason=reason)
+    enqueue(tx, "pool", [str(reservation.pool_id)])
+    enqueue(tx, "reservation", [str(reservation.reservation_id)])
+
+
+def force_release(
+    tx: Tx,
+    tools: LedgerTools,
+    reservation: Reservation,
+    node_id: int,
+    *,
+    principal: str,
+    now: datetime,
+    cause: EndCause = "evicted_by_operator",
+) -> int:
+    """Release what a locked reservation holds on one node; returns how many holds that were.
+
+    One that is still running ends first, on all its nodes; the others let go by their own word.
+    """
+    ending.end(tx, tools, reservation, now, cause=cause, detail=f"by {principal}")
+    released = 0
+    for hold in ledger.load_allocations(tx, reservation.reservation_id, open_only=True):
+        if hold.node_id == node_id and ledger.mark_released_forced(
+            tx, hold.allocation_id, principal=principal, now=now
+        ):
+            # the row as `end` left it says why it ended
+            current = reservations.load_reservation(tx, reservation.reservation_id)
+            assert current is not None, "locked above"
+            ending.finish_release(tx, tools, current, hold, now)
+            released += 1
+    return released
