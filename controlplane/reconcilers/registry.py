@@ -12,12 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from controlplane.model.queues import QUEUES
+from controlplane.reconcilers.commands import command_sweeper
 from controlplane.reconcilers.housekeeping import housekeeping
+from controlplane.reconcilers.inbox import inbox_reconciler
+from controlplane.reconcilers.liveness import liveness_job
+from controlplane.reconcilers.nodes import node_reconciler
+from controlplane.reconcilers.placement import placement_reconciler
+from controlplane.reconcilers.reservations import reservation_reconciler
+from controlplane.reconcilers.specs import spec_reconciler
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from controlplane.capacity.place import LedgerTools
     from controlplane.config import Role
+    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.model.queues import Queue, ShardedRole
     from controlplane.reconcilers.reconciler import PeriodicJob, Reconciler
@@ -52,9 +61,29 @@ class Registry:
         return frozenset(QUEUES) - {reconciler.queue for reconciler in self.reconcilers}
 
 
-def build_registry(database: Database) -> Registry:
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What reconcilers are made of."""
+
+    database: Database
+    tools: LedgerTools
+    doorbell: Doorbell
+
+
+def build_registry(parts: WorkerParts) -> Registry:
     """Describe every reconciler and job of the control plane, with what they need to work."""
+    ledger = (parts.database, parts.tools, parts.doorbell)
     return Registry(
-        reconcilers=(),
-        jobs=(housekeeping(database),),
+        reconcilers=(
+            inbox_reconciler(*ledger),
+            reservation_reconciler(*ledger),
+            placement_reconciler(*ledger),
+            node_reconciler(*ledger),
+            spec_reconciler(*ledger),
+        ),
+        jobs=(
+            liveness_job(parts.database, parts.doorbell),
+            command_sweeper(parts.database, parts.doorbell),
+            housekeeping(parts.database),
+        ),
     )
