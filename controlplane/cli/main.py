@@ -29,8 +29,8 @@ EXIT_USAGE = 2
 TRACEBACK_VARIABLE = "BCCTL_TRACEBACK"
 
 _SECTIONS = {
-    "Use": ("reserve", "status", "reservations", "events", "pools", "offerings"),
-    "Run the fleet": ("sites",),
+    "Use": ("reserve", "status", "reservations", "allocations", "events", "pools", "offerings"),
+    "Run the fleet": ("sites", "nodes", "devices", "join-tokens", "commands"),
     "Tenants and access": ("tenants", "projects", "quotas", "keys", "audit"),
     "Servers and settings": ("dev", "serve", "db", "doctor", "profiles"),
 }

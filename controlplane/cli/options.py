@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
+# Lines are wrapped, not cut.
+_SENTENCE_MAX = 200
+
 pass_session = click.make_pass_decorator(Session, ensure=True)
 
 
@@ -89,10 +92,17 @@ def _output_options() -> list[click.Option]:
 def _write_options(
     formatter: click.HelpFormatter, title: str, params: Sequence[click.Parameter], ctx: click.Context
 ) -> None:
-    records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
+    options = [param for param in params if isinstance(param, click.Option)]
+    records = [record for option in options if (record := option.get_help_record(ctx)) is not None]
     if records:
         with formatter.section(title):
             formatter.write_dl(records)
+
+
+def _short_help(group: click.Group, ctx: click.Context, name: str) -> str:
+    command = group.get_command(ctx, name)
+    assert command is not None, "it is listed"
+    return command.get_short_help_str(_SENTENCE_MAX)
 
 
 class OutputCommand(click.Command):
@@ -120,7 +130,18 @@ class ApiCommand(OutputCommand):
         return [*_connection_options(), *_output_options()]
 
 
-class NounGroup(click.Group):
+class OrderedGroup(click.Group):
+    """Lists its commands as they were written, each with its whole first sentence."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _short_help(self, ctx, name)) for name in self.list_commands(ctx)])
+
+
+class NounGroup(OrderedGroup):
     """A noun; its commands are verbs that talk to the API."""
 
     command_class = ApiCommand
@@ -186,12 +207,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in self._sections.items():
             with formatter.section(title):
-                formatter.write_dl([(name, self._short_help(ctx, name, formatter.width)) for name in names])
-
-    def _short_help(self, ctx: click.Context, name: str, width: int) -> str:
-        command = self.get_command(ctx, name)
-        assert command is not None, "it is listed"
-        return command.get_short_help_str(width - 20)
+                formatter.write_dl([(name, _short_help(self, ctx, name)) for name in names])
 
 
 # --- options that many commands have --------------------------------------------------------------

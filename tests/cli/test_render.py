@@ -20,7 +20,7 @@ NODE = {
     "name": "h100-00",
     "site": "lab",
     "pool": "h100",
-    "state": "adopted",
+    "provision_state": "adopted",
     "connectivity": "connected",
     "connectivity_at": "2030-01-01T10:00:00Z",
     "cordoned": False,
@@ -39,9 +39,17 @@ BOARD = [
     {**NODE, "name": "h100-02", "gpus_held": 8, "vcpus_held": 192, "memory_mib_held": 2_097_152, "cordoned": True},
     {**NODE, "name": "h100-03", "gpus_held": 8, "connectivity": "unreachable", "gpus_unhealthy": 1},
     {**NODE, "name": "h100-04", "cordoned": True, "draining": True},
-    {**NODE, "name": "h100-05", "state": "quarantined"},
+    {**NODE, "name": "h100-05", "provision_state": "quarantined"},
     {**NODE, "name": "cpu-00", "pool": "cpu", "gpus": 0, "vcpus": 32, "vcpus_held": 31, "memory_mib": 131_072},
-    {**NODE, "name": "new", "state": "adopting", "connectivity": "never", "gpus": 0, "vcpus": 0, "memory_mib": 0},
+    {
+        **NODE,
+        "name": "new",
+        "provision_state": "adopting",
+        "connectivity": "never",
+        "gpus": 0,
+        "vcpus": 0,
+        "memory_mib": 0,
+    },
 ]
 PART = {
     "node": "node_01jd0000000000000000000000",

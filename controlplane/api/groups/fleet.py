@@ -26,7 +26,7 @@ class BoardNode(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     site: str
     pool: str
-    state: ProvisionState
+    provision_state: ProvisionState
     connectivity: Connectivity
     connectivity_at: Annotated[Instant, msgspec.Meta(description="Since when.")]
     cordoned: bool
@@ -97,7 +97,7 @@ def _node(row: fleet.BoardRow) -> BoardNode:
         name=row.name,
         site=row.site,
         pool=row.pool,
-        state=row.provision_state,
+        provision_state=row.provision_state,
         connectivity=row.connectivity,
         connectivity_at=row.connectivity_at,
         cordoned=row.cordoned,

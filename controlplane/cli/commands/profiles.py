@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane.cli import profiles as store
-from controlplane.cli.options import OutputCommand, pass_session
+from controlplane.cli.options import OrderedGroup, OutputCommand, pass_session
 from controlplane.cli.render import Column
 from controlplane.cli.session import Failed
 
@@ -26,7 +26,7 @@ COLUMNS = (
 _KEY_SHOWN = 12
 
 
-@click.group("profiles")
+@click.group("profiles", cls=OrderedGroup)
 def command() -> None:
     """Servers that bcctl knows, with a key for each."""
 

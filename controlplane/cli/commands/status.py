@@ -21,22 +21,22 @@ _BAR_WIDTH = 8
 _since = to_the_minute("connectivity_at")
 
 
-def _marks(node: Mapping[str, Any]) -> str:
+def marks(node: Mapping[str, Any]) -> str:
     """What keeps a node from taking reservations, and what is wrong with it."""
-    marks: list[str] = []
-    if node["state"] != "adopted":
-        marks.append(node["state"])
+    found: list[str] = []
+    if node["provision_state"] != "adopted":
+        found.append(node["provision_state"])
     if node["connectivity"] == "unreachable":
-        marks.append(f"unreachable since {_since(node)}")
+        found.append(f"unreachable since {_since(node)}")
     elif node["connectivity"] == "never":
-        marks.append("never connected")
+        found.append("never connected")
     if node["draining"]:
-        marks.append("draining")
+        found.append("draining")
     elif node["cordoned"]:
-        marks.append("cordoned")
+        found.append("cordoned")
     if node["gpus_unhealthy"]:
-        marks.append(f"{node['gpus_unhealthy']} GPU{'s' if node['gpus_unhealthy'] > 1 else ''} unhealthy")
-    return ", ".join(marks)
+        found.append(f"{node['gpus_unhealthy']} GPU{'s' if node['gpus_unhealthy'] > 1 else ''} unhealthy")
+    return ", ".join(found)
 
 
 def _bar(node: Mapping[str, Any]) -> str:
@@ -50,14 +50,29 @@ def _bar(node: Mapping[str, Any]) -> str:
     return "█" * filled + "░" * (_BAR_WIDTH - filled)
 
 
+def held_gpus(*, drops: int) -> Column:
+    """GPUs held of those there are."""
+    return Column("gpus", held("gpus_held", "gpus"), right=True, drops=drops)
+
+
+def held_vcpus(*, drops: int) -> Column:
+    """vCPUs held of those there are."""
+    return Column("vcpus", held("vcpus_held", "vcpus"), right=True, drops=drops)
+
+
+def held_memory(*, drops: int) -> Column:
+    """Memory held of what there is."""
+    return Column("memory", held("memory_mib_held", "memory_mib"), right=True, drops=drops)
+
+
 COLUMNS = (
     Column("node", "name"),
     Column("pool", "pool", shrinks=True, drops=2),
     Column("used", _bar, drops=1),
-    Column("gpus", held("gpus_held", "gpus"), right=True),
-    Column("vcpus", held("vcpus_held", "vcpus"), right=True),
-    Column("memory", held("memory_mib_held", "memory_mib"), right=True, drops=3),
-    Column("note", _marks, shrinks=True),
+    held_gpus(drops=0),
+    held_vcpus(drops=0),
+    held_memory(drops=3),
+    Column("note", marks, shrinks=True),
 )
 
 
