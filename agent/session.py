@@ -139,15 +139,11 @@ class Session:
 
     def leave(self) -> None:
         """End the session in order: the node has another certificate."""
-        self._finish(SessionEnd("replaced", "the certificate was renewed"))
-
-    def _finish(self, end: SessionEnd) -> None:
-        """Say goodbye; the first reason counts."""
-        self._end = self._end or end
+        self._end = self._end or SessionEnd("replaced", "the certificate was renewed")
         self._core.go_away()
 
     def _abandon(self, end: SessionEnd) -> None:
-        """End at once: the peer does not listen."""
+        """End at once: the peer does not listen, or has said all it has to say. The first reason counts."""
         self._end = self._end or end
         self._scope.cancel(end.detail)
 
@@ -199,7 +195,7 @@ class Session:
                 if not self._lanes_waited_for:
                     self._lanes_open.set()
             case LaneClosed(lane=lane, grpc_status=status, detail=detail):
-                self._finish(SessionEnd("cut", f"lane {lane} was closed ({status}): {detail}"))
+                self._abandon(SessionEnd("cut", f"lane {lane} was closed ({status}): {detail}"))
             case _:
                 pass  # PeerLeft, which the connection reports as its end
 
@@ -237,7 +233,7 @@ class Session:
             case Refuse(code=code, message=text, retry_after_ms=pause_ms):
                 # one that names no pause leaves it to us
                 pause_s = pause_ms / 1000 if pause_ms > 0 else None
-                self._finish(SessionEnd("refused", f"{code}: {text}", retry_after_s=pause_s))
+                self._abandon(SessionEnd("refused", f"{code}: {text}", retry_after_s=pause_s))
             case Command():
                 pass  # the gateway is leaving: whoever comes next will bring it again
 
