@@ -26,6 +26,27 @@ class StatementCounts:
         return StatementCounts(self.statements - earlier.statements, self.transactions - earlier.transactions)
 
 
+@dataclass(frozen=True, slots=True)
+class StatementCalls:
+    """How often one statement was sent; `query` has its constants replaced."""
+
+    query: str
+    calls: int
+
+
+def load_statement_calls(tx: Tx) -> list[StatementCalls]:
+    """Return the calls of each statement since the server started, most first. Needs a superuser."""
+    return tx.rows(
+        StatementCalls,
+        """
+        select query, sum(calls)::bigint as calls
+          from pg_stat_statements
+         where dbid = (select oid from pg_database where datname = current_database())
+         group by query order by calls desc, query
+        """,
+    )
+
+
 def enable_statement_counts(tx: Tx) -> None:
     """Begin to count in this database. Needs a superuser."""
     tx.execute("create extension if not exists pg_stat_statements")

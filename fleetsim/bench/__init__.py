@@ -7,7 +7,7 @@ holding     takes GPUs and lets them go, in turn or at a rate
 server      starts what is measured, as a user would
 fleet       the simulated agents, in a process of their own
 children    child processes
-memory      of processes, from /proc
+processes   their memory and CPU, from /proc
 samples     percentiles and medians
 figures     every figure's name, unit, goal and reference
 machine     where and with what it was measured

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from fleetsim.bench.children import ChildFailed, read_tail
-from fleetsim.bench.memory import find_tree, read_memory
+from fleetsim.bench.processes import find_tree, read_memory
 from fleetsim.bench.server import open_dev
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from fleetsim.bench.samples import Spread, spread
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fleetsim.bench.figures import Kind
+
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
     """`of` says what was measured there, where it is not the same."""
@@ -35,6 +37,13 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None
 
 
+class Statement(msgspec.Struct, frozen=True, kw_only=True):
+    """One SQL statement, and how often it was sent for each join."""
+
+    per_join: float
+    query: str
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file. `ok` is false if anything failed, and `failures` says what."""
 
@@ -49,14 +58,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     parameters: dict[str, float | bool]
     figures: dict[str, Figure]
+    join_statements: list[Statement]
     caveats: list[str]
 
 
 class Measurements:
-    """What is collected while a benchmark runs."""
+    """What is collected while a benchmark runs.
+
+    Attributes:
+        failures: what went wrong, for people.
+        join_statements: the statements of the joins, of the last repeat.
+        not_comparable: figures that were measured under other conditions than the reference.
+    """
 
     def __init__(self) -> None:
         self.failures: list[str] = []
+        self.join_statements: list[Statement] = []
+        self.not_comparable: set[str] = set()
         self._values: dict[str, list[float]] = {}
 
     def add(self, name: str, value: float) -> None:
@@ -66,14 +84,17 @@ class Measurements:
 
     def figures(self) -> dict[str, Figure]:
         """Sum up, in the order of `KINDS`; a figure without a value is left out."""
-        return {kind.name: _figure(kind.name, self._values[kind.name]) for kind in KINDS if kind.name in self._values}
+        return {
+            kind.name: _figure(kind, self._values[kind.name], comparable=kind.name not in self.not_comparable)
+            for kind in KINDS
+            if kind.name in self._values
+        }
 
 
-def _figure(name: str, values: Sequence[float]) -> Figure:
-    kind = BY_NAME[name]
+def _figure(kind: Kind, values: Sequence[float], *, comparable: bool) -> Figure:
     total = spread(values)
     reference = None
-    if kind.reference is not None:
+    if kind.reference is not None and comparable:
         reference = Reference(value=kind.reference, host=REFERENCE_HOST, of=kind.reference_of)
     return Figure(
         title=kind.title,
@@ -109,6 +130,7 @@ def make_report(
         versions=dict(versions),
         parameters=dict(parameters),
         figures=measured.figures(),
+        join_statements=measured.join_statements,
         caveats=list(CAVEATS),
     )
 

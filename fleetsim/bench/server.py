@@ -26,10 +26,12 @@ from controlplane.db.statement_counts import (
     PRELOAD_SETTING,
     StatementCounts,
     enable_statement_counts,
+    load_statement_calls,
     load_statement_counts,
 )
 from controlplane.iam.bootstrap import ensure_root
 from fleetsim.bench.children import open_child
+from fleetsim.bench.processes import read_cpu_s
 from shared.clocks import SystemClock
 from shared.ids import IdSource
 from shared.joining import pin
@@ -87,6 +89,15 @@ class Server:
         """Return what the database has been asked so far."""
         async with _open_superuser(self.postgres) as database:
             return await database.run_tx(load_statement_counts)
+
+    async def list_statements(self) -> dict[str, int]:
+        """Return how often each statement has been sent so far."""
+        async with _open_superuser(self.postgres) as database:
+            return {call.query: call.calls for call in await database.run_tx(load_statement_calls)}
+
+    def read_cpu_s(self) -> float:
+        """Return the CPU seconds that server and database have used so far."""
+        return read_cpu_s(self.child.pid) + read_cpu_s(self.postgres.pid)
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from fleetsim.bench.holding import Holder, ReservationLost, hold_at_rate, hold_i
 from fleetsim.bench.install import NoProject, find_project, measure_first_use
 from fleetsim.bench.joins import POOL, check_nodes, make_fleet_spec, open_joined_fleet
 from fleetsim.bench.machine import Commit, read_commit, read_machine, read_versions
-from fleetsim.bench.memory import find_tree, read_memory
+from fleetsim.bench.processes import find_tree, read_memory
 from fleetsim.bench.report import Measurements, encode_report, format_report, make_report
 from fleetsim.bench.samples import percentile
 from fleetsim.bench.server import open_server
@@ -57,6 +57,15 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     repeats: int
     install: bool
+
+    def list_not_comparable(self) -> set[str]:
+        """Return the figures that the reference measured under other conditions."""
+        named: set[str] = set()
+        if (self.joins, self.joins_at_once) != (200, 32):
+            named |= {"joins_s", "join_statements"}
+        if self.rate != 10:
+            named.add("load_bind_p99_ms")
+        return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,9 @@ class Bench:
                 async with open_event_watch(server.client, "reservation") as watch:
                     holder = Holder(server.client, watch, POOL)
                     await holder.warm_up()
-                    self._add_latencies("idle", await hold_in_turn(holder, IDLE_SAMPLES))
+                    cpu_before_s = server.read_cpu_s()
+                    latencies = await hold_in_turn(holder, IDLE_SAMPLES)
+                    self._add_latencies("idle", latencies, server.read_cpu_s() - cpu_before_s)
                 self._add_memory("idle", server, fleet)
 
     async def _joins(self, directory: Path) -> None:
@@ -127,7 +138,10 @@ class Bench:
                     add(f"{name}_p99_ms", percentile(samples, 99) * 1000)
                 add("join_statements", joins.statements)
                 add("join_transactions", joins.transactions)
+                add("join_cpu_ms", joins.cpu_s / len(joins.join_s) * 1000)
+                add("join_agent_cpu_ms", joins.agents_cpu_s / len(joins.join_s) * 1000)
                 add("background_statements_per_s", joins.background_statements_per_s)
+                self.measured.join_statements = joins.calls
                 self._add_memory("joins", server, fleet)
 
     async def _load(self, directory: Path) -> None:
@@ -138,8 +152,9 @@ class Bench:
                 async with open_event_watch(server.client, "reservation") as watch:
                     holder = Holder(server.client, watch, POOL)
                     await holder.warm_up()
+                    cpu_before_s = server.read_cpu_s()
                     latencies = await hold_at_rate(holder, per_second=given.rate, seconds=given.seconds)
-                    self._add_latencies("load", latencies)
+                    self._add_latencies("load", latencies, server.read_cpu_s() - cpu_before_s)
                 self._add_memory("load", server, fleet)
                 await check_nodes(server, spec)
                 if fleet.disconnects:
@@ -147,11 +162,13 @@ class Bench:
 
     # --- noting ------------------------------------------------------------------------------
 
-    def _add_latencies(self, world: str, latencies: Latencies) -> None:
+    def _add_latencies(self, world: str, latencies: Latencies, cpu_s: float) -> None:
         for name, samples in (("active", latencies.client_s), ("bind", latencies.bind_s)):
             if samples:
                 self.measured.add(f"{world}_{name}_p50_ms", percentile(samples, 50) * 1000)
                 self.measured.add(f"{world}_{name}_p99_ms", percentile(samples, 99) * 1000)
+        if latencies.client_s:
+            self.measured.add(f"{world}_cpu_ms", cpu_s / len(latencies.client_s) * 1000)
         if latencies.lost:
             self.measured.failures.append(
                 f"{world}: {len(latencies.lost)} reservations were lost, for one: {latencies.lost[0]}"
@@ -183,6 +200,7 @@ def run_spine(parameters: Parameters, *, keep: bool, output: Path | None) -> boo
     """
     configure_logging("WARNING", json=False)
     measured = Measurements()
+    measured.not_comparable = parameters.list_not_comparable()
     clock = SystemClock()
     at, machine, commit = clock.now(), read_machine(), _read_commit()
     try:

@@ -4,7 +4,12 @@ from typing import TYPE_CHECKING
 
 from controlplane.db.embedded import EmbeddedPostgres
 from controlplane.db.pool import DatabaseConfig, open_database
-from controlplane.db.statement_counts import PRELOAD_SETTING, enable_statement_counts, load_statement_counts
+from controlplane.db.statement_counts import (
+    PRELOAD_SETTING,
+    enable_statement_counts,
+    load_statement_calls,
+    load_statement_counts,
+)
 
 if TYPE_CHECKING:
     from controlplane.db.tx import Tx
@@ -23,7 +28,9 @@ async def test_statements_are_counted_without_what_frames_a_transaction() -> Non
             before = await database.run_tx(load_statement_counts)
             for _ in range(5):
                 await database.run_tx(two_statements)
+            calls = {call.query: call.calls for call in await database.run_tx(load_statement_calls)}
             counted = await database.run_tx(load_statement_counts) - before
-    # and the first count itself, which was under way when it counted
-    assert counted.statements == 2 * 5 + 1
-    assert counted.transactions == 5 + 1
+    # and the first count and the list of calls, which were under way when they counted
+    assert counted.statements == 2 * 5 + 2
+    assert counted.transactions == 5 + 2
+    assert calls["select $1"] == 5

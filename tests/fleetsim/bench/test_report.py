@@ -62,6 +62,14 @@ def test_figures_are_medians_with_goal_and_ratio() -> None:
     assert (statements.met, statements.ratio) == (False, 97 / 20)
 
 
+def test_what_was_measured_under_other_conditions_is_not_compared() -> None:
+    other = measured()
+    other.not_comparable = {"joins_s"}
+    figures = report(other).figures
+    assert (figures["joins_s"].reference, figures["joins_s"].ratio) == (None, None)
+    assert figures["join_statements"].ratio is not None
+
+
 def test_what_failed_is_told_and_makes_the_report_bad() -> None:
     good, bad = measured(), measured()
     bad.failures.append("load, repeat 2: 3 reservations were lost")

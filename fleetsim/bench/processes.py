@@ -1,4 +1,4 @@
-"""How much memory processes hold, from /proc.
+"""How much memory processes hold and how much CPU they have used, from /proc.
 
 RSS counts a page in every process that maps it. The processes of a PostgreSQL server share most of
 theirs, so their sum says little; PSS divides each shared page among its users and can be summed.
@@ -6,6 +6,7 @@ theirs, so their sum says little; PSS divides each shared page among its users a
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -61,6 +62,19 @@ def read_memory(pids: list[int], *, proc: Path = _PROC) -> Memory:
         except OSError:
             pss_seen = False
     return Memory(processes=count, rss_mib=rss_kib / 1024, pss_mib=pss_kib / 1024 if pss_seen else None)
+
+
+def read_cpu_s(pid: int, *, proc: Path = _PROC) -> float:
+    """Return the CPU seconds, user and system, of a process and all below it, those that have ended included."""
+    ticks = 0
+    for member in find_tree(pid, proc=proc):
+        try:
+            text = (proc / str(member) / "stat").read_text(encoding="utf-8")
+        except OSError:
+            continue  # its parent has it now
+        # utime, stime, and those of children that were waited for
+        ticks += sum(int(field) for field in text.rpartition(")")[2].split()[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _fields(path: Path) -> dict[str, int]:

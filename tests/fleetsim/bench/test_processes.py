@@ -3,9 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fleetsim.bench.memory import find_tree, read_memory
+from fleetsim.bench.processes import find_tree, read_cpu_s, read_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MIB = 64
 HOLDER = f"held = bytearray(b'x' * {MIB * 2**20}); print('ready', flush=True); input()"
@@ -44,4 +47,15 @@ def test_the_tree_of_this_process_holds_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert process.pid in find_tree(os.getpid())
         process.kill()
-    assert Path("/proc").exists()
+
+
+def test_cpu_time_of_a_process_and_of_children_that_have_ended_counts() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\n"
+    code = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print('done', flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 0.25 < read_cpu_s(process.pid) < 3
+        process.kill()
