@@ -112,6 +112,8 @@ class StubSession:
         if lane != "control" and headers.get("bc-epoch") != str(self.epoch):
             self.core.refuse_lane(lane, GrpcStatus.FAILED_PRECONDITION, "another epoch")
             return
+        if lane == "control":
+            self.gateway.sessions.append(self)
         self.lanes[lane] = headers
         self.core.accept_lane(lane)
 
@@ -161,7 +163,7 @@ class StubSession:
 
 
 class StubGateway:
-    """Takes connections and remembers every session, oldest first.
+    """Takes connections and remembers every one that became a session, oldest first.
 
     Attributes:
         welcomes: answer Hello; False says nothing.
@@ -231,10 +233,7 @@ class StubGateway:
         return answered
 
     async def serve(self, stream: trio.abc.Stream) -> None:
-        session = StubSession(self)
-        self.sessions.append(session)
-        self.note()
-        await session.run(stream)
+        await StubSession(self).run(stream)
 
     def inventory(self, section: str) -> bytes:
         """Put together what all sessions have brought of a section, the newest body."""
@@ -256,12 +255,14 @@ class MemoryConnect:
         self._gateway = gateway
         self._nursery = nursery
 
-    async def __call__(self, endpoint: Endpoint, _membership: Membership, /, *, as_node: bool) -> trio.abc.Stream:
+    async def __call__(self, endpoint: Endpoint, membership: Membership, /, *, as_node: bool) -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
         if as_node:
             self.dialled.append((trio.current_time(), endpoint.authority))
         if self.down:
             raise ConnectFailed(endpoint, "connection refused")
+        if as_node and membership.identity.certificate.not_valid_after_utc <= self._gateway.plane.now:
+            raise ConnectFailed(endpoint, "certificate expired")  # as TLS would
         near, far = memory_stream_pair()
         if not self.silent:
             self._nursery.start_soon(self._gateway.serve, far)

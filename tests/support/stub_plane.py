@@ -42,6 +42,7 @@ from shared.signing import (
     Verifier,
     encode_envelope,
     encode_public_key,
+    key_id,
 )
 from shared.wire import (
     AllocationBound,
@@ -119,6 +120,10 @@ class StubPlane:
     def pin(self) -> str:
         return pin(self.bundle_data)
 
+    def rotate_intent_key(self) -> None:
+        self.intent_signer = IntentSigner(self.make_ed25519())
+        self.intent_sequence += 1
+
     @property
     def node_ca_pem(self) -> str:
         return encode_chain([self.node_ca.certificate]).decode()
@@ -162,7 +167,7 @@ class StubPlane:
     def renew(self, body: bytes) -> tuple[int, bytes]:
         claim = read_renew_request(body)
         self.renewals += 1
-        claim.verify(self.node_keys[-1])
+        claim.verify(next(key for key in self.node_keys if key_id(key) == claim.proof.key_id))
         if self.refuse:
             return 403, REFUSED_BODY
         return 200, self.answer(claim.node_id, claim.csr.pem)
