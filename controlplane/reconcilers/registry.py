@@ -2,7 +2,7 @@
 
 A new reconciler is a module beside this one with a function that describes it, and one line here.
 Nothing else registers anything: what a worker of a role does can be read off this page, and
-a test holds it to one reconciler for each queue that somebody can enqueue to.
+`build_registry` refuses a queue that somebody can enqueue to and nobody serves.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WorkerParts:
 def build_registry(parts: WorkerParts) -> Registry:
     """Describe every reconciler and job of the control plane, with what they need to work."""
     ledger = (parts.database, parts.tools, parts.doorbell)
-    return Registry(
+    registry = Registry(
         reconcilers=(
             inbox_reconciler(*ledger),
             reservation_reconciler(*ledger),
@@ -87,3 +87,5 @@ def build_registry(parts: WorkerParts) -> Registry:
             housekeeping(parts.database),
         ),
     )
+    assert not (unserved := registry.unserved()), f"keys of {sorted(unserved)} would never be run"
+    return registry

@@ -116,14 +116,14 @@ async def test_no_more_keys_run_at_once_than_allowed(dsn: Dsn, autojump_clock: o
     async def run(key: str) -> Outcome:
         nonlocal most
         most = max(most, len(world.running) + 1)
-        return await world.run(key, 1)
+        return await world.run(key, 0.25)
 
     async with open_inline_database(dsn) as database, open_worker(database, run, concurrency=3):
-        world.change(database, *map(str, range(12)))
+        world.change(database, *map(str, range(24)))
         start = trio.current_time()
         await wait_until(world.settled)
         assert most == 3
-        assert trio.current_time() - start < 4 * 1 + POLL_S + 0.2, "the next key is there when one ends"
+        assert trio.current_time() - start < 24 / 3 * 0.25 + POLL_S + 0.2, "the next key is there when one ends"
 
 
 async def test_a_bell_saves_the_wait(dsn: Dsn, autojump_clock: object) -> None:
