@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx2
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,7 +24,7 @@ from shared.metrics import Metrics
 from shared.signing import IntentSigner
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
     from quart_trio import QuartTrio
 
@@ -128,11 +128,14 @@ class Api:
 async def open_api(
     dsn: Dsn,
     *,
-    iam: Iam | None = None,
+    wrap_iam: Callable[[Iam], Iam] = lambda iam: iam,
     methods: Mapping[str, AnyMethod] | None = None,
     database: Database | None = None,
 ) -> AsyncGenerator[Api]:
-    """Open the API on a database, with a root tenant and its admin."""
+    """Open the API on a database, with a root tenant and its admin.
+
+    `wrap_iam` may put something between the gate and the embedded IAM.
+    """
     async with open_database(DatabaseConfig(dsn.api, pool_size=4)) as pool:
         used = database or pool
         ids = IdSource(SystemClock())
@@ -142,7 +145,7 @@ async def open_api(
         rings = RecordedRings()
         context = ApiContext(
             db=used,
-            iam=Gate(iam or EmbeddedIam(used), metrics.iam),
+            iam=Gate(wrap_iam(EmbeddedIam(used)), metrics.iam),
             clock=SystemClock(),
             ids=ids,
             doorbell=rings,
@@ -153,6 +156,6 @@ async def open_api(
         async with open_event_hub(used, metrics.http.streams.set) as hub:
             health = Health(used)
             app = create_app(context, hub, health, version="0", methods=methods)
-            transport = httpx2.ASGITransport(app=app)
+            transport = httpx2.ASGITransport(app=cast("Any", app))
             async with httpx2.AsyncClient(transport=transport, base_url="http://api") as client:
                 yield Api(app, context, hub, health, rings, client, root.key)
