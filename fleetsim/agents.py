@@ -119,11 +119,13 @@ class FleetRun:
                 nursery.start_soon(self._run_node, node)
 
     async def _run_node(self, node: SimNode) -> None:
+        # this task's and its children's alone: every line of the log says whose it is
+        structlog.contextvars.bind_contextvars(name=node.name)
         try:
             await self._join_and_run(node)
         except* (*_EXPECTED, Unusable) as group:
             code, reason = describe_failure(group)
-            _log.warning("node.failed", name=node.name, code=code, reason=reason)
+            _log.warning("node.failed", code=code, reason=reason)
             self.failed += 1
             self._progress.say("failed", name=node.name, code=code, reason=reason)
             self._note_settled()
