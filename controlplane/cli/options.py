@@ -221,7 +221,7 @@ def list_options(fn: F) -> F:
         return fn(*args, limit=LIST_MAX if everything else limit, **kwargs)
 
     limit = click.option(
-        "--limit", type=click.IntRange(1, LIST_MAX), default=100, show_default=True, help="How many at most."
+        "--limit", type=click.IntRange(1, LIST_MAX), default=100, metavar="N", help="How many at most. [default: 100]"
     )
     return cast("F", limit(click.option("--all", "everything", is_flag=True, help=f"All, up to {LIST_MAX}.")(run)))
 

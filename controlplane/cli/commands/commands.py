@@ -70,7 +70,7 @@ def create(
 
 @command.command("list")
 @click.option("--node", help="Only this node's.")
-@click.option("--state", type=click.Choice(_STATES), help="Only in this state.")
+@click.option("--state", type=click.Choice(_STATES), metavar="STATE", help="Only in this state, as in failed.")
 @list_options
 @pass_session
 def list_(session: Session, *, node: str | None, state: str | None, limit: int) -> None:

@@ -23,7 +23,13 @@ import click
     help="Where data is kept. [default: /var/lib/bettercompute/dev for root, else ~/.local/share/bettercompute/dev]",
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=3000, show_default=True, help="Of the API; 0 is any.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="warning")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="warning",
+    show_default=True,
+    help="What of the log is shown, on stderr.",
+)
 def command(  # noqa: PLR0917 - one parameter an option
     sim: int,
     sim_variant: str,

@@ -56,7 +56,12 @@ def command() -> None:
 
 @command.command("list")
 @click.option("--pool", help="Only this pool's.")
-@click.option("--state", type=click.Choice(_PROVISION_STATES), help="Only in this state. [default: not decommissioned]")
+@click.option(
+    "--state",
+    type=click.Choice(_PROVISION_STATES),
+    metavar="STATE",
+    help="Only in this state, as in adopted. [default: all but decommissioned]",
+)
 @click.option("--connectivity", type=click.Choice(["never", "connected", "unreachable"]), help="Only these.")
 @list_options
 @pass_session

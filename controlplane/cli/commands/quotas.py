@@ -29,8 +29,8 @@ _LIMITS = {"gpus": "gpus_max", "vcpus": "vcpus_max", "memory": "memory_mib_max"}
 
 def _limit_options(fn: Callable[..., None]) -> Callable[..., None]:
     fn = click.option("--memory", type=MEMORY, help="At most this much memory, as in 4TiB.")(fn)
-    fn = click.option("--vcpus", type=click.IntRange(min=0), help="At most this many vCPUs.")(fn)
-    return click.option("--gpus", type=click.IntRange(min=0), help="At most this many GPUs.")(fn)
+    fn = click.option("--vcpus", type=click.IntRange(min=0), metavar="N", help="At most this many vCPUs.")(fn)
+    return click.option("--gpus", type=click.IntRange(min=0), metavar="N", help="At most this many GPUs.")(fn)
 
 
 @click.group("quotas", cls=NounGroup)

@@ -67,7 +67,12 @@ def command() -> None:
 @command.command("list")
 @click.option("--pool", help="Only in this pool.")
 @click.option(
-    "--state", "states", multiple=True, type=click.Choice(_STATES), help="Only in this state; may be repeated."
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(_STATES),
+    metavar="STATE",
+    help="Only in this state, as in active; may be repeated.",
 )
 @click.option("--open", "only_open", is_flag=True, help="Only those that have not ended.")
 @list_options

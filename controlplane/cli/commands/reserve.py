@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 WHAT = (
     click.option("--pool", help="Id or slug of the pool: `bcctl pools list`."),
     click.option("--offering", help="A named size, in place of --pool and amounts: `bcctl offerings list`."),
-    click.option("--gpus", type=click.IntRange(min=1), help="GPUs, over all nodes."),
+    click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs, over all nodes."),
     click.option(
-        "--nodes", type=click.IntRange(min=1), help="How many nodes to divide it over. [default: as few as can be]"
+        "--nodes",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="How many nodes to divide it over. [default: as few as can be]",
     ),
     click.option(
         "--topology",
@@ -33,7 +36,7 @@ WHAT = (
         help="nvlink-all: every GPU reaches every other of its node by NVLink. [default: any]",
     ),
     click.option("--whole-node", is_flag=True, help="Nodes that nobody else uses."),
-    click.option("--vcpus", type=click.IntRange(min=1), help="vCPUs, over all nodes."),
+    click.option("--vcpus", type=click.IntRange(min=1), metavar="N", help="vCPUs, over all nodes."),
     click.option("--memory", type=MEMORY, help="Memory, over all nodes, as in 64GiB."),
 )
 WHEN = (
