@@ -191,8 +191,11 @@ class SilentNode:
     pool_slug: str
 
 
-def mark_unreachable(tx: Tx, *, limit: int) -> list[SilentNode]:
-    """Mark connected nodes whose lease has run out; those that somebody works on wait for the next time."""
+def mark_unreachable(tx: Tx, *, came_within_s: float | None, limit: int) -> list[SilentNode]:
+    """Mark connected nodes whose lease has run out; those that somebody works on wait for the next time.
+
+    With `came_within_s`, only nodes that connected or opened a session in the last so many seconds.
+    """
     return tx.rows(
         SilentNode,
         f"""
@@ -200,6 +203,8 @@ def mark_unreachable(tx: Tx, *, limit: int) -> list[SilentNode]:
           select n.node_id from node n join node_session s using (node_id) left join node_liveness l using (node_id)
           where n.connectivity = 'connected' and n.provision_state <> 'decommissioned'
             and {CONTACT} <= compute_now() - make_interval(secs => %(lease)s)
+            and (%(within)s::float8 is null
+                 or greatest(n.connectivity_at, s.opened_at) >= compute_now() - make_interval(secs => %(within)s))
           order by n.node_id limit %(limit)s for no key update of n skip locked
         )
         update node n set connectivity = 'unreachable', connectivity_at = compute_now()
@@ -207,7 +212,7 @@ def mark_unreachable(tx: Tx, *, limit: int) -> list[SilentNode]:
         where n.node_id = silent.node_id and p.pool_id = n.pool_id
         returning n.node_id, n.public_id, n.name, p.slug as pool_slug
         """,
-        {"lease": SESSION_LEASE_S, "limit": limit},
+        {"lease": SESSION_LEASE_S, "limit": limit, "within": came_within_s},
     )
 
 

@@ -1,9 +1,10 @@
 """Notices silence: nodes whose lease has run out become unreachable, together, and nothing is released.
 
 Silence means something only while somebody was there to listen. After a cold start every node has
-been silent for as long as the control plane was away, so nobody is judged before this worker has
-watched for `WATCHED_BEFORE_S`, which gives a whole fleet the time to dial in again; a gap in the watching
-(the database was away, another worker had the job) begins it anew.
+been silent for as long as the control plane was away. So until this worker has watched for
+`WATCHED_BEFORE_S`, which gives a whole fleet the time to dial in again, it judges only nodes that have
+come since it began to watch; a gap in the watching (the database was away, another worker had the
+job) begins it anew.
 
 The other direction is here only as a safety net: a Hello enqueues its node, and if that wake-up was
 lost, the node is enqueued again.
@@ -19,6 +20,7 @@ import trio
 from controlplane.db import nodes, outbox
 from controlplane.db.queue import enqueue
 from controlplane.reconcilers.reconciler import PeriodicJob
+from shared.wire import SESSION_LEASE_S
 
 if TYPE_CHECKING:
     from controlplane.db.leases import Fence
@@ -45,18 +47,20 @@ class Watch:
         self._since: float | None = None
         self._last = 0.0
 
-    def is_settled(self, now: float) -> bool:
-        """Note that somebody looks, at `now` in seconds of any clock; whether silence may be judged."""
+    def look(self, now: float) -> float:
+        """Note that somebody looks, at `now` in seconds of any clock; return for how many seconds somebody has."""
         if self._since is None or now - self._last > GAP_S:
             self._since = now
         self._last = now
-        return now - self._since >= WATCHED_BEFORE_S
+        return now - self._since
 
 
-def judge_silence(tx: Tx, fence: Fence) -> int:
+def judge_silence(tx: Tx, fence: Fence, watched_s: float) -> int:
     """Mark a batch of silent nodes; returns how many. Their reservations are untouched."""
     fence.check(tx)
-    silent = nodes.mark_unreachable(tx, limit=BATCH)
+    # a lease that began just before the watch has mostly run within it
+    came_within_s = None if watched_s >= WATCHED_BEFORE_S else watched_s + SESSION_LEASE_S
+    silent = nodes.mark_unreachable(tx, came_within_s=came_within_s, limit=BATCH)
     for node in silent:
         outbox.publish(
             tx, "node.unreachable", node.public_id, {"name": node.name, "pool": node.pool_slug}, tenant_id=None
@@ -80,12 +84,12 @@ def liveness_job(db: Database, doorbell: Doorbell) -> PeriodicJob:
     watch = Watch()
 
     async def run(fence: Fence) -> None:
+        watched_s = watch.look(trio.current_time())
         marked = 0
-        if watch.is_settled(trio.current_time()):
-            while batch := await db.run_tx(judge_silence, fence):
-                marked += batch
-                if batch < BATCH:
-                    break
+        while batch := await db.run_tx(judge_silence, fence, watched_s):
+            marked += batch
+            if batch < BATCH:
+                break
         woken = await db.run_tx(wake_back_in_touch)
         if marked:
             _log.warning("nodes.unreachable", nodes=marked)
