@@ -63,45 +63,37 @@ async def test_an_answered_reservation_outlives_kill_9_of_the_server(dsn: Dsn, t
         stack.assert_sound()
 
 
-async def test_a_silent_node_keeps_what_it_holds(dsn: Dsn, tmp_path: Path) -> None:
+async def test_silence_releases_nothing(dsn: Dsn, tmp_path: Path) -> None:
+    """Two agents die. One holder keeps its reservation, the other's ends meanwhile; both wait for their node."""
     async with open_stack(dsn, tmp_path) as stack:
         await stack.make_pool()
-        agent = await stack.add_node("one")
-        active = await stack.wait_state(await stack.reserve(8), "active")
-        agent.kill()
-        # what the lease's end does, without waiting for it: the last sign of life was long ago
-        stack.sql("update node_liveness set last_seen_at = compute_now() - interval '1 hour'")
-        stack.sql("update node_session set opened_at = compute_now() - interval '1 hour'")
-        node = await stack.wait_node("one", lambda node: node["connectivity"] == "unreachable")
-        assert not node["placeable"]
-        assert (await stack.get(active))["state"] == "active"
+        agents = [await stack.add_node(name) for name in ("one", "two")]
+        kept = await stack.wait_state(await stack.reserve(8), "active")
+        ended = await stack.wait_state(await stack.reserve(8), "active")
+        for agent in agents:
+            agent.kill()
+        for name in ("one", "two"):
+            assert not (await stack.let_lease_lapse(name))["placeable"]
+        assert (await stack.get(kept))["state"] == "active"
         with pytest.raises(ApiFailure) as refused:
-            await stack.reserve(8, queue=False)
+            await stack.reserve(1, queue=False)
         assert refused.value.code == "SOLD_OUT"
-        # a window that ends meanwhile only waits
-        await stack.client.change("reservations/release", {"id": active["id"]})
-        assert (await stack.get(active))["state"] == "releasing"
-        stack.start_bcd("one")
-        await stack.wait_node("one", lambda node: node["connectivity"] == "connected")
-        released = await stack.wait_state(active, "released")
+        assert "2 unreachable" in str(refused.value)
+        await stack.client.change("reservations/release", {"id": ended["id"]})
+        assert (await stack.get(ended))["state"] == "releasing"
+        # nobody else can hold its GPUs until the node has signed
+        waiting = await stack.reserve(8)
+        assert waiting["state"] == "queued"
+        for name in ("one", "two"):
+            stack.start_bcd(name)
+        released = await stack.wait_state(ended, "released")
         assert released["parts"][0]["release_evidence"] == "signed"
-        stack.assert_sound()
-
-
-async def test_back_again_it_is_the_same_holder(dsn: Dsn, tmp_path: Path) -> None:
-    async with open_stack(dsn, tmp_path) as stack:
-        await stack.make_pool()
-        agent = await stack.add_node("one")
-        active = await stack.wait_state(await stack.reserve(4), "active")
-        agent.kill()
-        stack.sql("update node_liveness set last_seen_at = compute_now() - interval '1 hour'")
-        stack.sql("update node_session set opened_at = compute_now() - interval '1 hour'")
-        await stack.wait_node("one", lambda node: node["connectivity"] == "unreachable")
-        stack.start_bcd("one")
-        await stack.wait_node("one", lambda node: node["placeable"])
-        assert await stack.get(active) == active | {"parts": (await stack.get(active))["parts"]}
-        assert (await stack.get(active))["parts"][0]["gpu_uuids"] == active["parts"][0]["gpu_uuids"]
-        assert list(stack.cdi_dir("one").glob("*.json"))
+        taken_over = await stack.wait_state(waiting, "active")
+        assert taken_over["parts"][0]["node"] == ended["parts"][0]["node"]
+        same = await stack.get(kept)
+        assert same["state"] == "active"
+        assert same["parts"][0]["gpu_uuids"] == kept["parts"][0]["gpu_uuids"]
+        assert list(stack.cdi_dir(kept["parts"][0]["node_name"]).glob("*.json"))
         stack.assert_sound()
 
 
