@@ -16,6 +16,7 @@ import psycopg
 import trio
 
 from controlplane.capacity.place import LedgerTools
+from controlplane.cli.client import open_client
 from controlplane.cli.main import run
 from controlplane.db import ledger
 from controlplane.db.pool import DatabaseConfig, open_database
@@ -83,6 +84,15 @@ class CommandServer:
     def execute(self, sql: str, *params: object) -> list[tuple[Any, ...]]:
         return self.fleet.execute(sql, *params)
 
+    def call(self, path: str, **given: object) -> None:
+        """Call the API as the root's admin, from another thread than the server's."""
+
+        async def call() -> None:
+            async with open_client(self.url, self.key) as client:
+                await client.change(path, given)
+
+        trio.run(call)
+
     async def answer(self) -> None:
         """Sign for every node what it has been told to hold or to let go."""
         while True:
@@ -115,7 +125,9 @@ async def _serve(dsn: Dsn, nodes: int, started: list[CommandServer], ready: thre
         port = listener.socket.getsockname()[1]
         server = CommandServer(f"http://127.0.0.1:{port}", api.root, api, fleet)
         async with trio.open_nursery() as nursery:
-            serve = partial(serve_asgi, cast("Any", api.app), [listener], stop=server.stop, grace_s=2, on_stop=api.hub.close)
+            serve = partial(
+                serve_asgi, cast("Any", api.app), [listener], stop=server.stop, grace_s=2, on_stop=api.hub.close
+            )
             await nursery.start(serve)
             nursery.start_soon(server.answer)
             started.append(server)

@@ -1,0 +1,316 @@
+"""Every noun and verb against a real server: what is asked for is done, and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+from controlplane.cli.commands import events as events_command
+from controlplane.cli.profiles import write_profile
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.support.command_line import CommandLine, CommandServer
+
+
+def rows(text: str) -> list[list[str]]:
+    """A table's cells, without its header."""
+    return [line.split() for line in text.splitlines()[1:]]
+
+
+def fields(text: str) -> dict[str, str]:
+    """A record by its labels."""
+    return {line[:25].split("  ")[0]: line.split("  ")[-1].strip() for line in text.splitlines()}
+
+
+def test_places(server: CommandServer, bcctl: CommandLine) -> None:
+    assert fields(bcctl("sites", "create", "paris", "--name", "The cellar").value)["name"] == "The cellar"
+    assert bcctl("sites", "update", "paris", "--name", "Paris", "--query", "name").value == "Paris"
+    assert [row[0] for row in rows(bcctl("sites", "list").value)] == ["lab", "paris"]
+    made = fields(bcctl("pools", "create", "cpu", "--site", "paris", "--cpu").value)
+    assert (made["kind"], made["gpu model"]) == ("cpu", "-")
+    bcctl("pools", "create", "a100", "--site", "paris", "--gpu-model", "NVIDIA A100", "--acceptance", "diag.nvml")
+    assert bcctl("pools", "get", "a100", "--query", "acceptance").value == "diag.nvml"
+    listed = rows(bcctl("pools", "list").value)
+    assert [row[:2] for row in listed] == [["h100", "lab"], ["cpu", "paris"], ["a100", "paris"]]
+    assert "0/16" in listed[0]
+    assert [row[0] for row in rows(bcctl("pools", "list", "--site", "paris").value)] == ["cpu", "a100"]
+    assert bcctl("pools", "update", "a100", "--name", "Old", "--query", "name").value == "Old"
+    ran = bcctl("sites", "delete", "paris")
+    assert (ran.status, ran.err) == (1, "CONFLICT: site paris still has 2 pools; remove these first\n")
+    for pool in ("cpu", "a100"):
+        bcctl("pools", "delete", pool)
+    assert bcctl("sites", "delete", "paris", "--query", "slug").value == "paris"
+    assert bcctl("sites", "get", "paris").err == "NOT_FOUND: site: no site paris; there are: lab\n"
+
+
+def test_tenants_projects_quotas_and_offerings(server: CommandServer, bcctl: CommandLine) -> None:
+    bcctl("tenants", "create", "acme", "--name", "Acme")
+    bcctl("tenants", "create", "labs", "--parent", "acme")
+    assert [row[0] for row in rows(bcctl("tenants", "list").value)] == ["root", "acme", "labs"]
+    assert bcctl("tenants", "get", "--query", "slug").value == "root"
+    assert bcctl("tenants", "update", "acme", "--name", "Acme Inc", "--query", "name").value == "Acme Inc"
+    assert bcctl("projects", "create", "vision", "--tenant", "acme", "--query", "tenant").value == "acme"
+    assert bcctl("projects", "update", "vision", "--name", "V", "--query", "name").value == "V"
+    assert bcctl("projects", "list", "--tenant", "acme", "--query", "items[0].slug").value == "vision"
+    quota = bcctl(
+        *("quotas", "create", "--tenant", "acme", "--pool", "h100"),
+        *("--gpus", "4", "--memory", "1TiB", "--query", "id"),
+    ).value
+    (shown,) = rows(bcctl("quotas", "list").value)
+    assert shown == ["acme", "all", "h100", "0/4", "0", "0/1TiB", quota]
+    bcctl("quotas", "update", quota, "--gpus", "2", "--unlimited", "memory")
+    changed = fields(bcctl("quotas", "get", quota).value)
+    assert (changed["gpus max"], changed["memory max"]) == ("2", "-")
+    key = bcctl("keys", "create", "ann", "--tenant", "acme", "--role", "member", "--query", "key").value
+    ran = bcctl("reserve", "--pool", "h100", "--gpus", "3", "--for", "1h", BCCTL_KEY=key)
+    assert ran.err.startswith("QUOTA_EXCEEDED: ")
+    assert "hint: `bcctl quotas list` shows the limits and what is used\n" in ran.err
+    bcctl("offerings", "create", "duo", "--pool", "h100", "--gpus", "2", "--tenant", "acme")
+    assert bcctl("offerings", "list", "--query", "items[0].slug").value == "duo"
+    assert bcctl("offerings", "update", "duo", "--name", "Two", "--query", "name").value == "Two"
+    taken = bcctl(
+        "reserve", "--offering", "duo", "--for", "1h", "--project", "vision", "--output", "json", BCCTL_KEY=key
+    )
+    found = json.loads(taken.value)
+    assert (found["offering"], found["project"], found["gpus"], found["state"]) == ("duo", "vision", 2, "active")
+    assert rows(bcctl("quotas", "list").value)[0][3] == "2/2"
+    # what is not theirs is not there
+    assert bcctl("tenants", "list", "--query", "items", BCCTL_KEY=key).value.count("slug") == 1
+    assert bcctl("status", BCCTL_KEY=key).err.startswith("DENIED: ")
+    bcctl("reservations", "release", found["id"])
+    assert bcctl("offerings", "delete", "duo", "--query", "slug").value == "duo"
+    assert bcctl("quotas", "delete", quota, "--query", "id").value == quota
+    assert bcctl("projects", "delete", "vision", "--query", "slug").value == "vision"
+
+
+def test_keys_are_shown_once_and_end_at_once(server: CommandServer, bcctl: CommandLine) -> None:
+    ran = bcctl("keys", "create", "ci", "--role", "operator", "--service", "--expires-in", "30d")
+    shown = fields(ran.value)
+    assert shown["key"].startswith("bck_")
+    assert "It is shown only now." in ran.err
+    assert bcctl("nodes", "list", "--query", "items[0].name", BCCTL_KEY=shown["key"]).value == "node-0"
+    listed = bcctl("keys", "list").value
+    assert shown["key"].partition(".")[2] not in listed
+    assert shown["id"] in listed
+    assert "key " not in bcctl("keys", "get", shown["id"]).value
+    assert bcctl("keys", "revoke", shown["id"]).status == 0
+    ran = bcctl("nodes", "list", BCCTL_KEY=shown["key"])
+    assert ran.err.startswith("UNAUTHENTICATED: ")
+    assert ran.err.endswith("hint: the key comes from BCCTL_KEY\n")
+
+
+def test_nodes_and_what_they_have(server: CommandServer, bcctl: CommandLine) -> None:
+    listed = rows(bcctl("nodes", "list", "--pool", "h100").value)
+    assert [row[:6] for row in listed] == [
+        [name, "h100", "adopted", "connected", "0/8", "0/64"] for name in ("node-0", "node-1")
+    ]
+    node = fields(bcctl("nodes", "cordon", "node-0", "--reason", "fan").value)
+    assert (node["cordoned"], node["cordon reason"], node["placeable"]) == ("yes", "fan", "no")
+    assert "cordoned, fan" in bcctl("nodes", "list").value
+    assert bcctl("nodes", "uncordon", "node-0", "--query", "placeable").value == "true"
+    assert bcctl("nodes", "drain", "node-0", "--query", "draining").value == "true"
+    assert bcctl("nodes", "undrain", "node-0", "--query", "draining").value == "false"
+    assert (
+        bcctl("nodes", "quarantine", "node-1", "--reason", "Xid 79", "--query", "provision_state").value
+        == "quarantined"
+    )
+    assert bcctl("nodes", "list", "--state", "quarantined", "--query", "items[0].name").value == "node-1"
+    assert bcctl("nodes", "unquarantine", "node-1", "--query", "provision_state").value == "adopting"
+    server.execute(
+        """
+        insert into node_condition (node_id, slot, kind, severity, reason)
+        values (1, 3, 'xid_79', 'critical', 'fell off')
+        """
+    )
+    assert bcctl("nodes", "get", "node-0").value.splitlines()[-1].split()[:3] == ["xid_79", "3", "critical"]
+    assert "xid_79" in bcctl("nodes", "list").value
+    devices = rows(bcctl("devices", "list", "--node", "node-0").value)
+    assert [row[:4] for row in devices] == [["node-0", str(n), f"GPU-0000-{n}", "H100"] for n in range(8)]
+    assert bcctl("devices", "get", "GPU-0000-5", "--query", "slot").value == "5"
+    for verb in ("decommission", "revoke"):
+        ran = bcctl("nodes", verb, "node-1")
+        assert ran.err.endswith("hint: there is no terminal to ask on; add --yes if you mean it\n")
+    assert bcctl("nodes", "revoke", "node-0", "--yes", "--query", "authorized").value == "false"
+
+
+def test_a_node_that_will_not_come_back(server: CommandServer, bcctl: CommandLine) -> None:
+    rsv = bcctl("reserve", "--pool", "h100", "--gpus", "8", "--for", "1h", "--query", "id").value
+    hold = bcctl("allocations", "list", "--reservation", rsv, "--held", "--query", "items[0].id").value
+    assert bcctl("allocations", "get", hold, "--query", "state").value == "bound"
+    server.answering.clear()
+    ran = bcctl("nodes", "decommission", "node-0", "--yes")
+    assert ran.err.startswith("CONFLICT: ")
+    server.execute("update node set connectivity = 'unreachable' where name = 'node-0'")
+    assert bcctl("nodes", "decommission", "node-0", "--yes").status == 1
+    gone = bcctl("nodes", "decommission", "node-0", "--force", "--reason", "burnt", "--yes", "--query", "released")
+    assert gone.value == rsv
+    assert bcctl("reservations", "get", rsv, "--query", "parts[0].release_evidence").value == "forced"
+    assert rows(bcctl("allocations", "list", "--released").value)[0][:2] == [hold, "released"]
+
+
+def test_a_hold_is_let_go_by_force(server: CommandServer, bcctl: CommandLine) -> None:
+    rsv = bcctl("reserve", "--pool", "h100", "--gpus", "8", "--for", "1h", "--query", "id").value
+    hold = bcctl("allocations", "list", "--query", "items[0].id").value
+    server.answering.clear()
+    server.execute("update node set connectivity = 'unreachable' where name = 'node-0'")
+    bcctl("reservations", "release", rsv, "--no-wait")
+    assert bcctl("allocations", "force-release", hold, "--reason", "off").err.startswith("CONFIRM: ")
+    forced = bcctl("allocations", "force-release", hold, "--reason", "off", "--yes", "--query", "release_evidence")
+    assert forced.value == "forced"
+    assert bcctl("reservations", "get", rsv, "--query", "state").value == "released"
+
+
+def test_join_tokens_print_the_line_to_paste(server: CommandServer, bcctl: CommandLine) -> None:
+    ran = bcctl("join-tokens", "create", "--pool", "h100", "--name", "gpu-7", "--expires-in", "2h")
+    (line,) = ran.value.splitlines()
+    assert "| bcd join https://gateway.test:7443 --pin sha256:" in line
+    token_id, secret = re.findall(r"bcjt_([^. ]+)\.(\S+)", line)[0]
+    assert ran.err.startswith("Paste this as root on one server, until ")
+    (token,) = rows(bcctl("join-tokens", "list").value)
+    assert token[1:4] == ["h100", "ok", "1/1"]
+    assert token_id in token[0]
+    assert "gpu-7" in token
+    assert secret not in bcctl("join-tokens", "get", token[0]).value
+    assert bcctl("join-tokens", "revoke", token[0], "--query", "id").value == token[0]
+    assert rows(bcctl("join-tokens", "list", "--pool", "h100").value)[0][2] == "revoked"
+
+
+def test_commands_are_queued_and_cancelled(server: CommandServer, bcctl: CommandLine) -> None:
+    made = bcctl(
+        *("commands", "create", "node-0", "diag.nvml", "--arguments", '{"level": 1}', "--deadline", "1m"),
+        "--query",
+        "id",
+    ).value
+    shown = fields(bcctl("commands", "get", made).value)
+    assert (shown["kind"], shown["state"]) == ("diag.nvml", "queued")
+    assert bcctl("commands", "get", made, "--query", "arguments.level").value == "1"
+    assert bcctl("commands", "cancel", made, "--query", "state").value == "cancelled"
+    assert rows(bcctl("commands", "list", "--node", "node-0", "--state", "cancelled").value)[0][0] == made
+    assert bcctl("commands", "list", "--state", "running").err == "no commands\n"
+
+
+def test_audit_says_who_asked_for_what(server: CommandServer, bcctl: CommandLine) -> None:
+    key = bcctl("keys", "create", "ann", "--role", "member", "--query", "key").value
+    assert bcctl("sites", "create", "x", BCCTL_KEY=key).err.startswith("DENIED: ")
+    (denied,) = rows(bcctl("audit", "list", "--decision", "deny").value)
+    assert denied[2:4] == ["deny", "site.create"]
+    assert bcctl("audit", "list", "--action", "api_key.create", "--query", "items[0].decision").value == "allow"
+
+
+# --- events ----------------------------------------------------------------------------------------
+
+
+def test_events_are_listed_and_followed(
+    server: CommandServer, bcctl: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bcctl("sites", "create", "one")
+    listed = bcctl("events", "list", "--kind", "site").value
+    assert [row[2] for row in rows(listed)] == ["site.created", "site.created"]
+    assert bcctl("events", "--kind", "pool", "--query", "items[0].data.slug").value == "h100"
+    seen: list[str] = []
+    show = events_command._show_one
+
+    def show_and_go_on(session: object, event: dict[str, object]) -> None:
+        show(session, event)  # type: ignore[arg-type] # handed through
+        seen.append(str(event["kind"]))
+        if len(seen) == 2:
+            # the past has been shown; now something happens, in the server's own thread
+            threading.Thread(target=server.call, args=("sites/create",), kwargs={"slug": "two"}).start()
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(events_command, "_show_one", show_and_go_on)
+        ran = bcctl("events", "--follow", "--kind", "site")
+    assert (ran.status, ran.err) == (0, "")
+    assert [line.rsplit("slug=")[1] for line in ran.out.splitlines()] == ["lab", "one", "two"]
+
+
+# --- the fleet as a whole ----------------------------------------------------------------------------
+
+
+def test_status_is_the_board(server: CommandServer, bcctl: CommandLine) -> None:
+    bcctl("reserve", "--pool", "h100", "--gpus", "3", "--for", "1h")
+    bcctl("reserve", "--pool", "h100", "--gpus", "16", "--for", "1h", "--no-wait")
+    bcctl("nodes", "cordon", "node-1")
+    ran = bcctl("status")
+    assert [line.split() for line in ran.value.splitlines()[:3]] == [
+        ["NODE", "POOL", "USED", "GPUS", "VCPUS", "MEMORY", "NOTE"],
+        ["node-0", "h100", "███░░░░░", "3/8", "0/64", "0/976.6GiB"],
+        ["node-1", "h100", "░░░░░░░░", "0/8", "0/64", "0/976.6GiB", "cordoned"],
+    ]
+    assert ran.out.splitlines()[-1] == (
+        "nodes 1/2 taking reservations   GPUs 3/16   vCPUs 0/128   memory 0/1.9TiB   pending 1   overlaps 0"
+    )
+    assert bcctl("status", "--query", "totals.reservations.queued").value == "1"
+    assert bcctl("status", "--limit", "1").err == "these are 1 of 2 nodes; ask with --limit N or --all\n"
+    assert bcctl("status", "--pool", "h10").err == "NOT_FOUND: pool: no pool h10; did you mean h100?\n"
+    assert json.loads(bcctl("status", "-o", "json").value)["items"][0]["gpus_held"] == 3
+
+
+def test_status_fails_if_anything_is_held_twice(server: CommandServer, bcctl: CommandLine) -> None:
+    for gpus in ("1", "2"):
+        bcctl("reserve", "--pool", "h100", "--gpus", gpus, "--for", "1h")
+    server.execute("alter table allocation drop constraint allocation_one_hold")
+    server.execute("update allocation set spans = '{[0,48)}'")
+    ran = bcctl("status")
+    assert ran.status == 1
+    assert "overlaps 1" in ran.out
+    assert ran.err.startswith("OVERLAPS: 1 pairs hold the same thing")
+
+
+def test_doctor_checks_the_client_the_server_and_the_ledger(
+    server: CommandServer, bcctl: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = bcctl("doctor")
+    assert ran.status == 1
+    lines = dict(line.split(": ", 1) for line in ran.out.splitlines())
+    assert lines["ok    client.url"] == f"{server.url} from BCCTL_URL"
+    assert lines["ok    server.health"] == "answers"
+    assert lines["ok    ledger.bookings.overlap"] == "no two bookings overlap"
+    # this server runs no workers and says it is version 0
+    assert lines["FAIL  workers.controllers"] == "none is alive"
+    assert "start one: `bcctl serve --roles controllers`" in ran.out
+    failed = [line.split(": ")[0].split()[1] for line in ran.out.splitlines() if line.startswith("FAIL")]
+    assert failed == ["server.version", "workers.controllers", "workers.scheduler"]
+    assert ran.err.startswith("UNHEALTHY: 3 of ")
+    server.execute("insert into worker (worker_id, roles) values ('w', '{controllers,scheduler}')")
+    monkeypatch.setattr("controlplane.cli.commands.doctor.version", lambda _: "0")
+    ran = bcctl("doctor")
+    assert ran.status == 0
+    assert ran.err.startswith("all ")
+    assert json.loads(bcctl("doctor", "-o", "json").value)["healthy"] is True
+
+
+def test_doctor_without_a_server_or_a_key(bcctl: CommandLine) -> None:
+    ran = bcctl("doctor", "--url", "http://127.0.0.1:9", "--key", "bck_x.y")
+    assert ran.status == 1
+    assert "FAIL  server.health: no answer from http://127.0.0.1:9: Connection refused" in ran.out
+    ran = bcctl("doctor", "--url", "http://127.0.0.1:9")
+    assert "FAIL  client.key: no --key, no BCCTL_KEY, and no profile in " in ran.out
+
+
+def test_a_profile_is_enough(server: CommandServer, bcctl: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BCCTL_URL")
+    monkeypatch.delenv("BCCTL_KEY")
+    ran = bcctl("sites", "list", "--url", server.url)
+    assert ran.err.startswith("UNAUTHENTICATED: ")
+    assert "`bcctl dev` writes one" in ran.err
+    write_profile("dev", server.url, server.key)
+    assert bcctl("sites", "list", "--query", "items[0].slug").value == "lab"
+    assert bcctl("--profile", "dev", "--query", "items[0].slug", "sites", "list").value == "lab"
+    # what stands after the command wins
+    assert bcctl("--query", "items[0].slug", "sites", "list", "--query", "items[0].name").value == "The lab"
+    assert bcctl("--profile", "prod", "sites", "list").err.startswith("PROFILE: --profile: there is no profile 'prod'")
+
+
+def test_a_query_that_leads_nowhere_says_what_there_is(server: CommandServer, bcctl: CommandLine) -> None:
+    ran = bcctl("sites", "get", "lab", "--query", "nme")
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err == "QUERY: the answer has no field 'nme'; there are: id, slug, name, pools, version, created_at\n"
