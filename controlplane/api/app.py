@@ -22,6 +22,7 @@ from controlplane.api.methods import load_methods
 from controlplane.api.metrics import CONTENT_TYPE, MetricsPage
 from controlplane.api.openapi import describe_api
 from controlplane.api.sse import EventStream, parse_position
+from controlplane.db import outbox
 from controlplane.iam.catalog import ACTIONS
 
 if TYPE_CHECKING:
@@ -131,10 +132,10 @@ async def _open_stream(context: ApiContext, hub: EventHub, headers: Mapping[str,
             raise errors.Denied(f"{_FOLLOW.name} is no longer allowed")
         return now
 
-    last_id = headers.get("last-event-id", "")
-    after = parse_position(last_id) if last_id else None
     hub.check_room()
-    return EventStream(hub, look, after=after, subject=_query("subject"), kind=_query("kind"))
+    subject, kind, last_id = _query("subject"), _query("kind"), headers.get("last-event-id", "")
+    after = parse_position(last_id) if last_id else await context.db.run_tx(outbox.tail)
+    return EventStream(hub, look, after=after, subject=subject, kind=kind)
 
 
 def _query(name: str) -> str:

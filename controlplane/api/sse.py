@@ -84,10 +84,6 @@ class EventHub:
         self._position = start
         self.closed = False
 
-    @property
-    def position(self) -> Position:
-        return self._position
-
     def wake(self) -> None:
         """Look for events now; for the listener of the channel "bc_events"."""
         self._wanted.set()
@@ -195,7 +191,7 @@ class EventStream(ResponseBody):
 
     Args:
         look: returns what the caller may see now; raises ApiError or IamUnavailable to end the stream.
-        after: where to go on, None for now.
+        after: where to go on.
         subject: only events of this thing.
         kind: only this kind, or all that start with it and a dot.
     """
@@ -205,13 +201,13 @@ class EventStream(ResponseBody):
         hub: EventHub,
         look: Callable[[], Awaitable[Scope]],
         *,
-        after: Position | None,
+        after: Position,
         subject: str = "",
         kind: str = "",
     ) -> None:
         self._hub = hub
         self._look = look
-        self._position = hub.position if after is None else after
+        self._position = after
         self._subject = subject
         self._kind = kind
         self._greeted = False
