@@ -4,6 +4,7 @@ spine       `fleetsim bench spine`: its worlds, one after the other, and its rep
 install     the world of a new user: pip, `bcctl dev`, `bcctl reserve`
 joins       makes a fleet join, and counts what that costs
 holding     takes GPUs and lets them go, in turn or at a rate
+cost        what a join or a reservation takes: statements, transactions, CPU
 server      starts what is measured, as a user would
 fleet       the simulated agents, in a process of their own
 children    child processes

@@ -17,15 +17,14 @@ from agent.drivers.fake import H100_MODEL
 from fleetsim.bench.children import ChildFailed
 from fleetsim.bench.fleet import open_fleet
 from fleetsim.bench.holding import open_event_watch
-from fleetsim.bench.processes import read_cpu_s
-from fleetsim.bench.report import Statement
 from fleetsim.spec import FleetSpec, SimNode
 from shared.ids import new_ulid
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
+    from fleetsim.bench.cost import Cost, Meter
     from fleetsim.bench.fleet import Fleet
     from fleetsim.bench.holding import EventWatch
     from fleetsim.bench.server import Server
@@ -35,32 +34,20 @@ POOL: Final = "h100"
 TOKENS_AT_ONCE: Final = 8
 # Reference hosts needed 100 s for a thousand.
 JOINED_WITHIN_S: Final = 180.0
-# Long enough to see each periodic task of the server a few times.
-QUIET_S: Final = 10.0
 # The last node's own statements come after its adoption: the spec's delivery, its report, acknowledgements.
 SETTLE_S: Final = 2.0
-STATEMENTS_MAX: Final = 200
 
 _ADOPTED = "node.adopted"
 
 
 @dataclass(frozen=True, slots=True)
 class Joins:
-    """What the joins of one repeat cost. Statements and transactions are without the background's.
-
-    `calls` are the statements with how often each was sent a join, the background's included; `cpu_s` and
-    `agents_cpu_s` are of all joins together.
-    """
+    """The joins of one repeat: seconds of all together, and of each; and what one of them costs."""
 
     total_s: float
     join_s: list[float]
     adopt_s: list[float]
-    statements: float
-    transactions: float
-    background_statements_per_s: float
-    calls: list[Statement]
-    cpu_s: float
-    agents_cpu_s: float
+    cost: Cost
 
 
 async def make_fleet_spec(server: Server, directory: Path, count: int, *, at_once: int) -> FleetSpec:
@@ -90,13 +77,13 @@ async def make_fleet_spec(server: Server, directory: Path, count: int, *, at_onc
 
 
 @asynccontextmanager
-async def open_joined_fleet(server: Server, directory: Path, spec: FleetSpec) -> AsyncGenerator[tuple[Fleet, Joins]]:
+async def open_joined_fleet(
+    server: Server, directory: Path, spec: FleetSpec, meter: Meter
+) -> AsyncGenerator[tuple[Fleet, Joins]]:
     """Make a fleet join, and yield it once all are adopted. Raises ChildFailed, ClientError."""
     async with open_event_watch(server.client, "node") as watch:
-        quiet = await server.count_statements()
-        await trio.sleep(QUIET_S)
-        before = await server.count_statements()
-        calls_before, cpu_before_s = await server.list_statements(), server.read_cpu_s()
+        await meter.read_background()
+        before = await meter.read()
         began = trio.current_time()
         async with open_fleet(spec, directory / "agents.log") as fleet:
             with trio.move_on_after(JOINED_WITHIN_S) as waiting:
@@ -106,30 +93,17 @@ async def open_joined_fleet(server: Server, directory: Path, spec: FleetSpec) ->
                 raise _missing(fleet, watch, spec)
             total_s = trio.current_time() - began
             await trio.sleep(SETTLE_S)
-            after = await server.count_statements()
-            took_s = trio.current_time() - began
-            cpu_s, agents_cpu_s = server.read_cpu_s() - cpu_before_s, read_cpu_s(fleet.pid)
-            calls = await server.list_statements()
+            after = await meter.read(fleet.pid)
             await check_nodes(server, spec)
-            background, cost, count = before - quiet, after - before, len(spec.nodes)
-            joins = Joins(
-                total_s=total_s,
-                join_s=[_between(fleet, name, "joined") for name in fleet.nodes],
-                adopt_s=_adoptions(fleet, watch),
-                statements=(cost.statements - background.statements * took_s / QUIET_S) / count,
-                transactions=(cost.transactions - background.transactions * took_s / QUIET_S) / count,
-                background_statements_per_s=background.statements / QUIET_S,
-                calls=_per_join(calls, calls_before, count),
-                cpu_s=cpu_s,
-                agents_cpu_s=agents_cpu_s,
+            yield (
+                fleet,
+                Joins(
+                    total_s=total_s,
+                    join_s=[_between(fleet, name, "joined") for name in fleet.nodes],
+                    adopt_s=_adoptions(fleet, watch),
+                    cost=meter.cost(before, after, len(spec.nodes)),
+                ),
             )
-            yield fleet, joins
-
-
-def _per_join(after: Mapping[str, int], before: Mapping[str, int], count: int) -> list[Statement]:
-    sent = {query: calls - before.get(query, 0) for query, calls in after.items()}
-    most = sorted(sent.items(), key=lambda item: -item[1])[:STATEMENTS_MAX]
-    return [Statement(per_join=calls / count, query=" ".join(query.split())) for query, calls in most if calls]
 
 
 async def _wait_adopted(watch: EventWatch, count: int) -> None:

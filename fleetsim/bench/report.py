@@ -38,9 +38,9 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
-    """One SQL statement, and how often it was sent for each join."""
+    """One SQL statement, and how often it was sent for each join or reservation."""
 
-    per_join: float
+    each: float
     query: str
 
 
@@ -59,6 +59,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, float | bool]
     figures: dict[str, Figure]
     join_statements: list[Statement]
+    reservation_statements: list[Statement]
     caveats: list[str]
 
 
@@ -67,13 +68,14 @@ class Measurements:
 
     Attributes:
         failures: what went wrong, for people.
-        join_statements: the statements of the joins, of the last repeat.
+        join_statements, reservation_statements: which were sent in the worlds *joins* and *idle*, in the last repeat.
         not_comparable: figures that were measured under other conditions than the reference.
     """
 
     def __init__(self) -> None:
         self.failures: list[str] = []
         self.join_statements: list[Statement] = []
+        self.reservation_statements: list[Statement] = []
         self.not_comparable: set[str] = set()
         self._values: dict[str, list[float]] = {}
 
@@ -131,6 +133,7 @@ def make_report(
         parameters=dict(parameters),
         figures=measured.figures(),
         join_statements=measured.join_statements,
+        reservation_statements=measured.reservation_statements,
         caveats=list(CAVEATS),
     )
 

@@ -31,7 +31,6 @@ from controlplane.db.statement_counts import (
 )
 from controlplane.iam.bootstrap import ensure_root
 from fleetsim.bench.children import open_child
-from fleetsim.bench.processes import read_cpu_s
 from shared.clocks import SystemClock
 from shared.ids import IdSource
 from shared.joining import pin
@@ -85,19 +84,12 @@ class Server:
     postgres: EmbeddedPostgres
     child: Child
 
-    async def count_statements(self) -> StatementCounts:
-        """Return what the database has been asked so far."""
+    async def count_statements(self) -> tuple[StatementCounts, dict[str, int]]:
+        """Return what the database has been asked so far, in all and by statement."""
         async with _open_superuser(self.postgres) as database:
-            return await database.run_tx(load_statement_counts)
-
-    async def list_statements(self) -> dict[str, int]:
-        """Return how often each statement has been sent so far."""
-        async with _open_superuser(self.postgres) as database:
-            return {call.query: call.calls for call in await database.run_tx(load_statement_calls)}
-
-    def read_cpu_s(self) -> float:
-        """Return the CPU seconds that server and database have used so far."""
-        return read_cpu_s(self.child.pid) + read_cpu_s(self.postgres.pid)
+            counts = await database.run_tx(load_statement_counts)
+            calls = await database.run_tx(load_statement_calls)
+        return counts, {call.query: call.calls for call in calls}
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from controlplane.cli.session import Interrupted, run_interruptible
 from controlplane.db.binaries import find_binaries
 from controlplane.db.embedded_state import EmbeddedPostgresError
 from fleetsim.bench.children import ChildFailed
+from fleetsim.bench.cost import Meter
 from fleetsim.bench.holding import Holder, ReservationLost, hold_at_rate, hold_in_turn, open_event_watch
 from fleetsim.bench.install import NoProject, find_project, measure_first_use
 from fleetsim.bench.joins import POOL, check_nodes, make_fleet_spec, open_joined_fleet
@@ -34,10 +36,12 @@ from shared.clocks import SystemClock
 from shared.logs import configure_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
+    from fleetsim.bench.cost import Cost
     from fleetsim.bench.fleet import Fleet
     from fleetsim.bench.holding import Latencies
+    from fleetsim.bench.joins import Joins
     from fleetsim.bench.server import Server
 
 # Enough for a 99th percentile that is not just the first outlier, in a minute.
@@ -112,67 +116,74 @@ class Bench:
         self.measured.add("dev_mib", used.memory_mib)
 
     async def _idle(self, directory: Path) -> None:
-        async with open_server(directory) as server:
-            spec = await make_fleet_spec(
-                server, directory, self.parameters.nodes, at_once=self.parameters.joins_at_once
-            )
-            async with open_joined_fleet(server, directory, spec) as (fleet, _):
-                async with open_event_watch(server.client, "reservation") as watch:
-                    holder = Holder(server.client, watch, POOL)
-                    await holder.warm_up()
-                    cpu_before_s = server.read_cpu_s()
-                    latencies = await hold_in_turn(holder, IDLE_SAMPLES)
-                    self._add_latencies("idle", latencies, server.read_cpu_s() - cpu_before_s)
-                self._add_memory("idle", server, fleet)
+        async with self._open_world(directory, self.parameters.nodes) as (server, fleet, _, meter):
+            async with open_event_watch(server.client, "reservation") as watch:
+                holder = Holder(server.client, watch, POOL)
+                await holder.warm_up()
+                before = await meter.read(fleet.pid)
+                latencies = await hold_in_turn(holder, IDLE_SAMPLES)
+                cost = meter.cost(before, await meter.read(fleet.pid), IDLE_SAMPLES)
+            self._add_latencies("idle", latencies)
+            self._add_cost("idle", cost)
+            self.measured.add("idle_statements", cost.statements)
+            self.measured.add("idle_transactions", cost.transactions)
+            self.measured.reservation_statements = cost.calls
+            self._add_memory("idle", server, fleet)
 
     async def _joins(self, directory: Path) -> None:
-        async with open_server(directory) as server:
-            spec = await make_fleet_spec(
-                server, directory, self.parameters.joins, at_once=self.parameters.joins_at_once
-            )
-            async with open_joined_fleet(server, directory, spec) as (fleet, joins):
-                add = self.measured.add
-                add("joins_s", joins.total_s)
-                for name, samples in (("join", joins.join_s), ("adopt", joins.adopt_s)):
-                    add(f"{name}_p50_ms", percentile(samples, 50) * 1000)
-                    add(f"{name}_p99_ms", percentile(samples, 99) * 1000)
-                add("join_statements", joins.statements)
-                add("join_transactions", joins.transactions)
-                add("join_cpu_ms", joins.cpu_s / len(joins.join_s) * 1000)
-                add("join_agent_cpu_ms", joins.agents_cpu_s / len(joins.join_s) * 1000)
-                add("background_statements_per_s", joins.background_statements_per_s)
-                self.measured.join_statements = joins.calls
-                self._add_memory("joins", server, fleet)
+        async with self._open_world(directory, self.parameters.joins) as (server, fleet, joins, meter):
+            add = self.measured.add
+            add("joins_s", joins.total_s)
+            for name, samples in (("join", joins.join_s), ("adopt", joins.adopt_s)):
+                add(f"{name}_p50_ms", percentile(samples, 50) * 1000)
+                add(f"{name}_p99_ms", percentile(samples, 99) * 1000)
+            add("join_statements", joins.cost.statements)
+            add("join_transactions", joins.cost.transactions)
+            add("background_statements_per_s", meter.background_statements_per_s)
+            self.measured.join_statements = joins.cost.calls
+            self._add_cost("joins", joins.cost)
+            self._add_memory("joins", server, fleet)
 
     async def _load(self, directory: Path) -> None:
         given = self.parameters
+        async with self._open_world(directory, given.sessions) as (server, fleet, _, meter):
+            async with open_event_watch(server.client, "reservation") as watch:
+                holder = Holder(server.client, watch, POOL)
+                await holder.warm_up()
+                before = await meter.read(fleet.pid)
+                latencies = await hold_at_rate(holder, per_second=given.rate, seconds=given.seconds)
+                after = await meter.read(fleet.pid)
+            self._add_latencies("load", latencies)
+            self._add_cost("load", meter.cost(before, after, round(given.rate * given.seconds)))
+            self._add_memory("load", server, fleet)
+            if fleet.disconnects:
+                self.measured.failures.append(f"load: {fleet.disconnects} sessions were lost")
+
+    @asynccontextmanager
+    async def _open_world(self, directory: Path, nodes: int) -> AsyncGenerator[tuple[Server, Fleet, Joins, Meter]]:
+        """Open a server with so many adopted nodes, which are all still there after the body."""
         async with open_server(directory) as server:
-            spec = await make_fleet_spec(server, directory, given.sessions, at_once=given.joins_at_once)
-            async with open_joined_fleet(server, directory, spec) as (fleet, _):
-                async with open_event_watch(server.client, "reservation") as watch:
-                    holder = Holder(server.client, watch, POOL)
-                    await holder.warm_up()
-                    cpu_before_s = server.read_cpu_s()
-                    latencies = await hold_at_rate(holder, per_second=given.rate, seconds=given.seconds)
-                    self._add_latencies("load", latencies, server.read_cpu_s() - cpu_before_s)
-                self._add_memory("load", server, fleet)
+            meter = Meter(server)
+            spec = await make_fleet_spec(server, directory, nodes, at_once=self.parameters.joins_at_once)
+            async with open_joined_fleet(server, directory, spec, meter) as (fleet, joins):
+                yield server, fleet, joins, meter
                 await check_nodes(server, spec)
-                if fleet.disconnects:
-                    self.measured.failures.append(f"load: {fleet.disconnects} sessions were lost")
 
     # --- noting ------------------------------------------------------------------------------
 
-    def _add_latencies(self, world: str, latencies: Latencies, cpu_s: float) -> None:
+    def _add_latencies(self, world: str, latencies: Latencies) -> None:
         for name, samples in (("active", latencies.client_s), ("bind", latencies.bind_s)):
             if samples:
                 self.measured.add(f"{world}_{name}_p50_ms", percentile(samples, 50) * 1000)
                 self.measured.add(f"{world}_{name}_p99_ms", percentile(samples, 99) * 1000)
-        if latencies.client_s:
-            self.measured.add(f"{world}_cpu_ms", cpu_s / len(latencies.client_s) * 1000)
         if latencies.lost:
             self.measured.failures.append(
                 f"{world}: {len(latencies.lost)} reservations were lost, for one: {latencies.lost[0]}"
             )
+
+    def _add_cost(self, world: str, cost: Cost) -> None:
+        for part, seconds in cost.cpu_s.items():
+            self.measured.add(f"{world}_{part}_cpu_ms", seconds * 1000)
 
     def _add_memory(self, world: str, server: Server, fleet: Fleet) -> None:
         postgres = read_memory(find_tree(server.postgres.pid))
