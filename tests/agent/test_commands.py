@@ -261,11 +261,11 @@ class TalkativeDevices:
     async def probe(self) -> Inventory:
         raise ProbeFailed("not asked")
 
-    async def diagnose(self, expected: Sequence[GpuFacts] = ()) -> list[CheckResult]:  # noqa: ARG002
+    async def diagnose(self, expected: Sequence[GpuFacts] = ()) -> list[CheckResult]:
         await trio.lowlevel.checkpoint()
         return [CheckResult(name=f"check.{number}", ok=True, detail="x" * 1000) for number in range(100)]
 
-    async def processes(self, uuid: str) -> list[GpuProcess]:  # noqa: ARG002
+    async def processes(self, uuid: str) -> list[GpuProcess]:
         raise ProbeFailed("not asked")
 
 

@@ -202,6 +202,7 @@ class StubGateway:
     async def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until it is true, at most `wait_s` seconds."""
         with trio.fail_after(self.wait_s):
+            await trio.lowlevel.checkpoint()
             while not condition():
                 await self._noted.wait()
 

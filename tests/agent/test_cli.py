@@ -1,0 +1,184 @@
+"""The command line: its help is what it was, its words name the fix, its exit codes are the documented ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from agent.app import agent_version
+from agent.main import main
+from agent.snapshot import STATUS_FILE, BoundView, DiagnosisView, SessionView, Snapshot, read_snapshot, write_snapshot
+from agent.status import format_snapshot
+from shared.joining import make_token
+from shared.status import Condition
+from tests.support.clock import START
+from tests.support.stub_plane import StubPlane
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from click.testing import Result
+
+    from tests.support.golden import Golden
+
+PIN = "sha256:" + "0" * 64
+NOWHERE = "https://127.0.0.1:1"
+
+
+def bcd(*arguments: str, **options: str) -> Result:
+    return CliRunner().invoke(main, arguments, env={"BCD_STATE_DIR": "", "BCD_JOIN_TOKEN": ""}, **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_help(golden: Golden):
+    texts = [bcd("--help").output, *(bcd(name, "--help").output for name in sorted(main.commands))]
+    golden.check("help.txt", "\n".join(text.replace("Usage: main", "Usage: bcd") for text in texts))
+
+
+def test_version():
+    assert bcd("--version").output == f"bcd, version {agent_version()}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["join", "http://x", "--pin", PIN], "write https://host or https://host:port"),
+        (["join", "https://x"], "--pin"),
+        (["join", NOWHERE, "--pin", PIN], "no join token"),
+        (["join", NOWHERE, "--pin", PIN, "--token", "bcjt_x"], "a join token looks like"),
+        (["run", "--driver", "amd"], "'amd' is not one of"),
+        (["run", "--config", "/nonexistent/bcd.toml"], "no such file"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_usage_is_exit_code_2(tmp_path: Path, arguments: list[str], message: str):
+    where = ["--state-dir", str(tmp_path / "state"), "--simulate", "cpu"] if arguments[0] == "join" else []
+    result = bcd(*arguments, *where)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+
+
+def test_a_token_on_the_command_line_works_and_warns(tmp_path: Path):
+    arguments = ["--pin", PIN, "--token", make_token().text, "--state-dir", str(tmp_path), "--simulate", "cpu"]
+    result = bcd("join", NOWHERE, *arguments)
+    assert result.exit_code == 5
+    assert "warning: --token is readable by every user" in result.output
+    assert "hint: check the address" in result.output
+
+
+def test_joined_already_is_told_apart_from_joined_elsewhere(tmp_path: Path):
+    plane = StubPlane()
+    membership = plane.enrol(tmp_path)
+    where = ["--state-dir", str(tmp_path), "--simulate", "cpu"]
+    same = bcd("join", plane.url, "--pin", plane.pin, *where)
+    assert same.exit_code == 0
+    assert f"already joined as {membership.node_id}" in same.output
+    other = bcd("join", plane.url, "--pin", PIN, *where)
+    assert other.exit_code == 7
+    assert "bcd leave" in other.output
+
+
+@pytest.mark.parametrize("command", ["run", "status", "leave"])
+def test_a_machine_that_has_not_joined_is_told_how(tmp_path: Path, command: str):
+    result = bcd(command, "--state-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert "has not joined" in result.output
+    assert "bcd join" in result.output
+
+
+def test_a_damaged_state_directory_is_named(tmp_path: Path):
+    StubPlane().enrol(tmp_path)
+    (tmp_path / "membership.json").write_text("{")
+    result = bcd("run", "--state-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert str(tmp_path) in result.output
+    assert "bcd join --force" in result.output
+
+
+def test_leaving_takes_everything_away_and_says_what_is_left_to_do(tmp_path: Path):
+    membership = StubPlane().enrol(tmp_path / "state")
+    where = ["--state-dir", str(tmp_path / "state"), "--cdi-dir", str(tmp_path / "cdi"), "--simulate", "h100"]
+    file = tmp_path / "cdi" / "bettercompute.dev-reservation_rsv_1.json"
+    file.parent.mkdir()
+    file.write_text("{}")
+    held = bcd("leave", *where)
+    assert held.exit_code == 1
+    assert "rsv_1" in held.output
+    assert file.exists()
+    left = bcd("leave", "--force", *where)
+    assert left.exit_code == 0
+    assert f"bcctl nodes decommission {membership.node_id}" in left.output
+    assert not file.exists()
+    assert not (tmp_path / "state" / "identity.pem").exists()
+    assert bcd("leave", *where).exit_code == 1
+
+
+SNAPSHOT = Snapshot(
+    written_at=START,
+    pid=4711,
+    agent_version="1.2.3",
+    node_id="node_01jd000000000000000000000a",
+    server="https://gw.test:7443",
+    journal_id="jrn_01jd000000000000000000000a",
+    machine="8x NVIDIA H100 80GB HBM3, 192 vCPUs, 2048 GiB",
+    certificate_ends_at=START,
+    session=SessionView(connected=True, gateway="https://gw.test:7443", epoch=7, since=START, ended=""),
+    incarnation=1,
+    generation=12,
+    bound=[
+        BoundView(
+            reservation_id="rsv_1",
+            cdi_name="bettercompute.dev/reservation=rsv_1",
+            gpu_uuids=["GPU-1", "GPU-2"],
+            ends_at=START,
+        )
+    ],
+    conditions=[Condition(name="gpu.fault", severity="critical", text="GPU is lost", subject="index 3")],
+    diagnosis=DiagnosisView(passed=True, detail="14/14 checks passed"),
+)
+
+
+def test_status_in_words(golden: Golden):
+    stopped = SessionView(
+        connected=False, gateway="https://gw.test:7443", epoch=7, since=START, ended="unreachable: refused"
+    )
+    texts = [
+        format_snapshot(SNAPSHOT, running=True),
+        format_snapshot(
+            Snapshot(
+                written_at=START,
+                pid=1,
+                agent_version="1.2.3",
+                node_id=SNAPSHOT.node_id,
+                server=SNAPSHOT.server,
+                journal_id=SNAPSHOT.journal_id,
+                machine="32 vCPUs, 128 GiB",
+                certificate_ends_at=START,
+                session=stopped,
+                incarnation=0,
+                generation=0,
+                bound=[],
+                conditions=[],
+            ),
+            running=False,
+        ),
+    ]
+    golden.check("status.txt", "\n\n".join(texts) + "\n")
+
+
+def test_status_of_an_agent_that_has_stopped(tmp_path: Path):
+    write_snapshot(tmp_path / STATUS_FILE, SNAPSHOT)
+    assert read_snapshot(tmp_path / STATUS_FILE) == SNAPSHOT
+    result = bcd("status", "--state-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert "agent        stopped; this is from 2030-01-01" in result.output
+    (tmp_path / STATUS_FILE).write_text("{")
+    assert read_snapshot(tmp_path / STATUS_FILE) is None
+
+
+def test_doctor_ends_with_1_when_something_is_wrong(tmp_path: Path):
+    result = bcd("doctor", "--state-dir", str(tmp_path / "state"), "--simulate", "h100")
+    assert result.exit_code == 1
+    assert "FAILED   identity: this machine has not joined" in result.output
+    assert "fix: run `bcd join`" in result.output
