@@ -20,7 +20,7 @@ from shared.inventory import decode_sections, encode_sections
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.agent.conftest import FakeNode
+    from tests.support.nvml import FakeNode
 
 GPU_0 = "GPU-671ebe9f-7906-5038-8dae-de39633821dd"
 GPU_3 = "GPU-f1d0fb8b-c7dc-562a-a188-19a00e0fa227"

@@ -42,7 +42,7 @@ class RecordedRings:
 
     rung: list[str] = field(default_factory=list[str])
 
-    def ring(self, channel: str, payload: str = "") -> None:  # noqa: ARG002 - the protocol has it
+    def ring(self, channel: str, payload: str = "") -> None:
         self.rung.append(channel)
 
 

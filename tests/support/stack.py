@@ -106,6 +106,11 @@ class Program:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def story(self) -> str:
+        """The end of the log without the requests, for the message of a failure."""
+        lines = [line for line in self.text().splitlines() if "request.answered" not in line]
+        return "\n".join(lines)[-4000:]
+
 
 @dataclass(slots=True)
 class Stack:
@@ -117,20 +122,27 @@ class Stack:
     key: str = ""
     client: AsyncApiClient = field(default=None)  # pyright: ignore[reportAssignmentType] - set when it is up
     programs: list[Program] = field(default_factory=list[Program])
+    # what `bcd` is started by, when the machine around it has to look different
+    wrap: tuple[str, ...] = ()
     server: Program = field(default=None)  # pyright: ignore[reportAssignmentType]
 
     # --- processes -----------------------------------------------------------------------------
 
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        kept["PATH"] = f"{kept.get('PATH', '')}:/usr/sbin:/sbin"
         home = {"HOME": str(self.directory), "BCCTL_CONFIG": str(self.directory / "bcctl.toml")}
         return kept | home | {"PYTHONUNBUFFERED": "1"} | dict(more)
+
+    def _command(self, command: tuple[str, ...]) -> list[str]:
+        wrap = self.wrap if command[0] == "bcd" else ()
+        return [*wrap, str(BIN / command[0]), *command[1:]]
 
     def start(self, name: str, *command: str, environment: Mapping[str, str] = {}) -> Program:
         log = self.directory / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [str(BIN / command[0]), *command[1:]],
+                self._command(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -152,7 +164,7 @@ class Stack:
         result = await trio.to_thread.run_sync(
             partial(
                 subprocess.run,
-                [str(BIN / command[0]), *command[1:]],
+                self._command(command),
                 input=input,
                 capture_output=True,
                 env=self.environment(environment),
@@ -249,7 +261,7 @@ class Stack:
         try:
             return await eventually(look, what=f"node {name}", within_s=within_s)
         except AssertionError as exc:
-            logs = "\n".join(f"--- {p.name}\n{p.text()[-2500:]}" for p in self.programs)
+            logs = "\n".join(f"--- {p.name}\n{p.story()}" for p in self.programs)
             raise AssertionError(f"node {name} is {seen}\n{logs}") from exc
 
     async def let_lease_lapse(self, name: str) -> dict[str, Any]:
@@ -280,7 +292,7 @@ class Stack:
         try:
             return await eventually(look, what=f"reservation {states}")
         except AssertionError as exc:
-            logs = "\n".join(f"--- {p.name}\n{p.text()[-2500:]}" for p in self.programs)
+            logs = "\n".join(f"--- {p.name}\n{p.story()}" for p in self.programs)
             raise AssertionError(f"reservation is {seen}, not {states}\n{logs}") from exc
 
     def sql(self, query: Any, *params: object) -> list[tuple[Any, ...]]:

@@ -12,7 +12,7 @@ import pytest
 from agent.drivers.host import HostPaths
 from agent.drivers.nvml import NvmlConfig
 
-SOURCES = Path(__file__).parent / "nvml"
+SOURCES = Path(__file__).parents[1] / "agent/nvml"
 
 
 @dataclass(frozen=True)

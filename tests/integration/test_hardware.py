@@ -1,0 +1,115 @@
+"""A server with GPUs as `bcd` sees one: the real pynvml, a library that answers it, and podman as the consumer.
+
+The agent and the container engine each run in a mount namespace whose /dev and PCI devices are those of
+an 8xH100 server; everything above the driver library is the product's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.podman import UNRESOLVABLE, needs_podman
+from tests.support.stack import open_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.nvml import FakeNode
+    from tests.support.podman import Podman
+    from tests.support.postgres import Dsn
+
+pytestmark = [
+    *needs_podman,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: device nodes and a mount namespace"),
+]
+
+DRIVER = "550.163.01"
+DEVICES = " ".join(
+    [
+        *("null:1:3", "zero:1:5", "random:1:8", "urandom:1:9", "tty:5:0"),
+        *("nvidiactl:195:255", "nvidia-uvm:506:0", "nvidia-uvm-tools:506:1"),
+        *(f"nvidia{minor}:195:{minor}" for minor in range(8)),
+    ]
+)
+LIST_NODES = "for d in /dev/nvidia* /usr/lib/*-linux-gnu/libcuda.so.1; do echo node $d; done"
+
+
+def install_driver(directory: Path, compiler: str) -> Path:
+    """A driver's user-space library and a loader cache that knows it; returns the cache."""
+    directory.mkdir()
+    source = directory / "cuda.c"
+    source.write_text("int cuInit(unsigned flags) { return flags ? 1 : 100; }\n")
+    library = directory / f"libcuda.so.{DRIVER}"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)], check=True
+    )
+    # the library is found under its SONAME's directory, as an installed driver's is
+    (directory / "libcuda.so.1").symlink_to(library.name)
+    configuration, cache = directory / "ld.so.conf", directory / "ld.so.cache"
+    configuration.write_text(f"include /etc/ld.so.conf\n{directory}\n")
+    subprocess.run(["/sbin/ldconfig", "-f", str(configuration), "-C", str(cache)], check=True)
+    return cache
+
+
+def as_gpu_server(scratch: Path, node: FakeNode, cache: Path) -> str:
+    """Shell that gives this mount namespace the /dev, the PCI devices and the driver of the server."""
+    pci = node.paths.sysfs / "bus/pci/devices"
+    return (
+        f"mkdir -p {scratch} && mount -t tmpfs dev {scratch} && for d in {DEVICES}; do "
+        f"IFS=: read -r name major minor <<EOF\n$d\nEOF\n"
+        f"mknod -m 666 {scratch}/$name c $major $minor || exit 1; done; "
+        f"mkdir {scratch}/shm {scratch}/pts {scratch}/mqueue && ln -s /proc/self/fd {scratch}/fd && "
+        f"mount --bind {scratch} /dev && mount --bind {pci} /sys/bus/pci/devices && "
+        f"mount --bind {cache} /etc/ld.so.cache"
+    )
+
+
+async def test_gpus_by_nvml_reach_a_container_and_leave_it(
+    dsn: Dsn, tmp_path: Path, node: FakeNode, podman: Podman, compiler: str
+) -> None:
+    # the whole server for sale: its MIG GPU as a whole one
+    node.edit("gpu 7", "mig_mode = 0/0", "nvlinks = 18")
+    async with open_stack(dsn, tmp_path) as stack:
+        await stack.make_pool()
+        cache = install_driver(tmp_path / "driver", compiler)
+        prepare = as_gpu_server(tmp_path / "dev-of-server", node, cache)
+        environment = {"LD_LIBRARY_PATH": str(node.library), "FAKE_NVML_CONF": str(node.conf)}
+        stack.wrap = ("unshare", "--mount", "sh", "-c", prepare + ' && exec "$0" "$@"')
+        agent = await stack.add_node("gpu-server", simulate=None, environment=environment)
+        devices = await stack.client.list("devices/list", {}, limit=10)
+        assert [device["slot"] for device in devices.items] == list(range(8))
+        assert {device["model"] for device in devices.items} == {"NVIDIA H100 80GB HBM3"}
+
+        active = await stack.wait_state(await stack.reserve(2, topology="nvlink-all"), "active")
+        (part,) = active["parts"]
+        (file,) = stack.cdi_dir("gpu-server").glob("*.json")
+        assert json.loads(file.read_text())["cdiVersion"] in ("0.3.0", "0.4.0", "0.5.0")
+
+        engine = replace(podman, spec_directory=stack.cdi_dir("gpu-server"), prepare=prepare)
+        seen = await engine.run(part["cdi_device"], "env; " + LIST_NODES)
+        assert seen.returncode == 0, seen.stderr
+        lines = seen.stdout.decode().splitlines()
+        assert f"BCD_GPU_UUIDS={','.join(part['gpu_uuids'])}" in lines
+        minors = {line.removeprefix("node /dev/nvidia") for line in lines if line.startswith("node /dev/nvidia")}
+        # slots 0 and 1 are minors 2 and 3 on this server: never the index
+        assert {minor for minor in minors if minor.isdigit()} == {"2", "3"}
+
+        await stack.client.change("reservations/release", {"id": active["id"]})
+        await stack.wait_state(active, "released")
+        refused = await engine.run(part["cdi_device"], "true")
+        assert refused.returncode == UNRESOLVABLE
+
+        # the agent's end is no workload's end: the file of a live reservation outlives it
+        kept = await stack.wait_state(await stack.reserve(1), "active")
+        agent.kill(signal.SIGTERM)
+        assert await agent.wait() == 0
+        again = await engine.run(kept["parts"][0]["cdi_device"], "true")
+        assert again.returncode == 0, again.stderr
+        stack.assert_sound()
