@@ -203,17 +203,21 @@ def find_quota_drift(tx: Tx) -> Found:
     return _find(
         tx,
         """
+        with taken as materialized (
+          select tenant_id, project_id, pool_id, sum(gpus_per_node::int8 * nodes) as gpus,
+                 sum(vcpus_per_node::int8 * nodes) as vcpus, sum(memory_mib_per_node * nodes) as memory_mib
+          from reservation
+          where ended_at is null and state in ('placed', 'binding', 'active', 'releasing')
+          group by tenant_id, project_id, pool_id
+        )
         select format('%%s: counts %%s GPUs, %%s vCPUs, %%s MiB; used are %%s, %%s, %%s', q.public_id,
                       q.gpus_used, q.vcpus_used, q.memory_mib_used, u.gpus, u.vcpus, u.memory_mib)
         from quota q cross join lateral (
-          select coalesce(sum(r.gpus_per_node::int8 * r.nodes), 0) as gpus,
-                 coalesce(sum(r.vcpus_per_node::int8 * r.nodes), 0) as vcpus,
-                 coalesce(sum(r.memory_mib_per_node * r.nodes), 0) as memory_mib
-          from reservation r
-          where r.tenant_id = q.tenant_id and r.ended_at is null
-            and r.state in ('placed', 'binding', 'active', 'releasing')
-            and (q.pool_id is null or q.pool_id = r.pool_id)
-            and (q.project_id is null or q.project_id = r.project_id)
+          select coalesce(sum(t.gpus), 0) as gpus, coalesce(sum(t.vcpus), 0) as vcpus,
+                 coalesce(sum(t.memory_mib), 0) as memory_mib
+          from taken t
+          where t.tenant_id = q.tenant_id and (q.pool_id is null or q.pool_id = t.pool_id)
+            and (q.project_id is null or q.project_id = t.project_id)
         ) u
         where (q.gpus_used, q.vcpus_used, q.memory_mib_used) is distinct from (u.gpus, u.vcpus, u.memory_mib)
         order by q.quota_id
