@@ -92,13 +92,19 @@ def insert_command(
     deadline: datetime,
     created_by: str,
     now: datetime,
-) -> None:
-    tx.execute(
-        """
-        insert into command (public_id, node_id, kind, lane, purpose, envelope, arguments, deadline, created_by,
-                             created_at)
-        values (%(public_id)s, %(node)s, %(kind)s, %(lane)s, %(purpose)s, %(envelope)s, %(arguments)s::jsonb,
-                %(deadline)s, %(created_by)s, %(now)s)
+) -> Command:
+    command = tx.row(
+        Command,
+        f"""
+        with c as (
+          insert into command (public_id, node_id, kind, lane, purpose, envelope, arguments, deadline, created_by,
+                               created_at)
+          values (%(public_id)s, %(node)s, %(kind)s, %(lane)s, %(purpose)s, %(envelope)s, %(arguments)s::jsonb,
+                  %(deadline)s, %(created_by)s, %(now)s)
+          returning *
+        )
+        select {_COLUMNS} from c join node n on n.node_id = c.node_id
+        left join command_delivery d on d.command_id = c.command_id
         """,
         {
             "public_id": public_id,
@@ -113,6 +119,8 @@ def insert_command(
             "now": now,
         },
     )
+    assert command is not None, "inserted above"
+    return command
 
 
 def find_command(tx: Tx, public_id: str) -> Command | None:

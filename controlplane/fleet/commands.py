@@ -90,7 +90,7 @@ def queue_command(
         deadline=now + timedelta(seconds=deadline_s),
         arguments=msgspec.json.encode(arguments),
     )
-    commands.insert_command(
+    return commands.insert_command(
         tx,
         public_id=payload.command_id,
         node_id=node_id,
@@ -103,9 +103,6 @@ def queue_command(
         created_by=created_by,
         now=now,
     )
-    command = commands.find_command(tx, payload.command_id)
-    assert command is not None, "inserted above"
-    return command
 
 
 def apply_command_update(

@@ -64,7 +64,8 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
     Raises:
         UuidRace: nothing may be kept of this transaction.
     """
-    devices.record_snapshot(tx, node.node_id, [stored.section for stored in sections if stored.news])
+    if news := [stored.section for stored in sections if stored.news]:
+        devices.record_snapshot(tx, node.node_id, news)
     try:
         inventory = _read(sections)
         plan = NO_DEVICES
@@ -76,7 +77,8 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
     misfit = explain_misfit(inventory, kind=node.pool_kind, gpu_model=node.gpu_model) or ""
     if misfit and node.provision_state != "adopted":
         return Derived(problem=misfit)
-    if taken := devices.load_owners(tx, node.node_id, [facts.uuid for facts in plan.added]):
+    added = [facts.uuid for facts in plan.added]
+    if added and (taken := devices.load_owners(tx, node.node_id, added)):
         uuid, owner, name = taken[0]
         return Derived(problem=f"{uuid} is a GPU of {owner} ({name}) already", taken=True)
     _write_devices(tx, ids, node.node_id, plan)

@@ -29,8 +29,11 @@ from controlplane.fleet.commands import queue_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
     from controlplane.capacity.place import LedgerTools
+    from controlplane.db.commands import Command
+    from controlplane.db.devices import StoredSection
     from controlplane.db.nodes import LifecycleNode
     from controlplane.db.tx import Tx
 
@@ -62,11 +65,14 @@ def step(tx: Tx, tools: LedgerTools, node_id: int) -> Stepped:
     node = nodes.lock_lifecycle(tx, node_id)
     if node is None or node.provision_state == "decommissioned":
         return Stepped()
-    acted = _step_connectivity(tx, node)
+    run = _Step(tx, tools, node)
+    run.connect()
     if node.provision_state in ("adopting", "adopted"):
-        acted |= _step_inventory(tx, tools, node)
-    acted |= _step_drain(tx, node)
-    return Stepped(acted, nodes.load_impairment_changes(tx, node_id))
+        run.take_inventory()
+    run.notice_drained()
+    impairment = nodes.load_impairment_changes(tx, node_id)
+    run.wake()
+    return Stepped(run.acted, impairment)
 
 
 def tell(tx: Tx, node: LifecycleNode, what: str, **data: object) -> None:
@@ -76,101 +82,138 @@ def tell(tx: Tx, node: LifecycleNode, what: str, **data: object) -> None:
     )
 
 
-# --- connectivity ----------------------------------------------------------------------------
-
-
-def _step_connectivity(tx: Tx, node: LifecycleNode) -> bool:
-    said = (node.session_boot_id, node.session_agent_version)
-    news = node.connectivity != "connected"
-    if not node.in_touch or (not news and said == (node.boot_id, node.agent_version)):
+def quarantine(tx: Tx, node: LifecycleNode, reason: str) -> bool:
+    """Take a locked node out of service; False if it was, or is not in any. `wake_placed` comes last."""
+    if not nodes.mark_quarantined(tx, node.node_id, reason=reason):
         return False
-    nodes.mark_connected(tx, node.node_id, boot_id=said[0], agent_version=said[1])
-    if news:
-        tell(tx, node, "connected", epoch=node.session_epoch, agent_version=said[1])
-        enqueue(tx, "pool", [str(node.pool_id)])
-    return news
+    tell(tx, node, "quarantined", reason=reason)
+    return True
 
 
-# --- inventory and acceptance ----------------------------------------------------------------
+def wake_placed(tx: Tx, node_id: int) -> None:
+    """Have repair look at what is to start on a node that takes no placements any more."""
+    enqueue(tx, "reservation", map(str, nodes.load_placed_on(tx, [node_id])))
 
 
-def _step_inventory(tx: Tx, tools: LedgerTools, node: LifecycleNode) -> bool:
-    adopting = node.provision_state == "adopting"
-    if adopting and not node.session_open:
-        # what is on record may be of the machine that was there before
-        return False
-    sections = devices.load_inventory(tx, node.node_id, always=adopting)
-    if not inventory.is_complete(sections) or not (adopting or any(stored.news for stored in sections)):
-        return False
-    derived = inventory.derive(tx, tools.ids, node, sections)
-    if derived.problem and (adopting or derived.taken):
-        return quarantine(tx, node, derived.problem)
-    if adopting:
-        return _step_acceptance(tx, tools, node)
-    if derived.changed:
-        enqueue(tx, "pool", [str(node.pool_id)])
-        enqueue(tx, "reservation", map(str, nodes.load_placed_on(tx, [node.node_id])))
-    if derived.new_gpus:
-        nodes.begin_acceptance(tx, node.node_id, "adopted")
-        tell(tx, node, "adopting", reason="it has GPUs that were not accepted")
-        _step_acceptance(tx, tools, replace(node, provision_state="adopting", adopting_at=load_now(tx)))
-    return derived.changed
+@dataclass(slots=True)
+class _Step:
+    """One step under way. Who is to be woken is noted and enqueued last: it locks rows that many wait for."""
 
+    tx: Tx
+    tools: LedgerTools
+    node: LifecycleNode
+    acted: bool = False
+    room: bool = False
+    less: bool = False
 
-def _step_acceptance(tx: Tx, tools: LedgerTools, node: LifecycleNode) -> bool:
-    made = commands.load_by_purpose(tx, node.node_id, acceptance.PURPOSE, since=node.adopting_at)
-    verdict = acceptance.judge_round(node.acceptance, made)
-    if verdict.failed:
-        return quarantine(tx, node, verdict.failed)
-    if verdict.passed:
-        _adopt(tx, tools, node)
+    def tell(self, what: str, **data: object) -> None:
+        tell(self.tx, self.node, what, **data)
+        self.acted = True
+
+    def wake(self) -> None:
+        """Wake who waits for room in the pool, and who must be moved."""
+        if self.room:
+            enqueue(self.tx, "pool", [str(self.node.pool_id)])
+        if self.less:
+            wake_placed(self.tx, self.node.node_id)
+        self.acted |= self.room or self.less
+
+    # --- connectivity ---
+
+    def connect(self) -> None:
+        node = self.node
+        said = (node.session_boot_id, node.session_agent_version)
+        news = node.connectivity != "connected"
+        if not node.in_touch or (not news and said == (node.boot_id, node.agent_version)):
+            return
+        nodes.mark_connected(self.tx, node.node_id, boot_id=said[0], agent_version=said[1])
+        if news:
+            self.tell("connected", epoch=node.session_epoch, agent_version=said[1])
+            self.room |= node.provision_state == "adopted"
+
+    # --- inventory and acceptance ---
+
+    def take_inventory(self) -> None:
+        node = self.node
+        adopting = node.provision_state == "adopting"
+        if adopting and not node.session_open:
+            # what is on record may be of the machine that was there before
+            return
+        made = self._load_round() if adopting else []
+        # checks are queued when the inventory has been acted on, so until there is news it is not looked at again
+        sections = devices.load_inventory(self.tx, node.node_id, always=adopting and not made)
+        if not inventory.is_complete(sections):
+            return
+        if any(stored.body is not None for stored in sections) and not self._derive(sections):
+            return
+        if self.node.provision_state == "adopting":
+            self._accept(made)
+
+    def _load_round(self) -> list[Command]:
+        return commands.load_by_purpose(self.tx, self.node.node_id, acceptance.PURPOSE, since=self.node.adopting_at)
+
+    def _derive(self, sections: Sequence[StoredSection]) -> bool:
+        """Act on the inventory; False if that took the node out of service."""
+        node = self.node
+        derived = inventory.derive(self.tx, self.tools.ids, node, sections)
+        adopted = node.provision_state == "adopted"
+        if derived.problem and (derived.taken or not adopted):
+            self._quarantine(derived.problem)
+            return False
+        if adopted and derived.changed:
+            self.room = self.less = True
+        if adopted and derived.new_gpus:
+            nodes.begin_acceptance(self.tx, node.node_id, "adopted")
+            self.tell("adopting", reason="it has GPUs that were not accepted")
+            self.node = replace(node, provision_state="adopting", adopting_at=load_now(self.tx))
         return True
-    now = load_now(tx)
-    for kind in verdict.missing:
+
+    def _accept(self, made: Sequence[Command]) -> None:
+        verdict = acceptance.judge_round(self.node.acceptance, made)
+        if verdict.failed:
+            self._quarantine(verdict.failed)
+        elif verdict.passed:
+            self._adopt()
+        elif verdict.missing:
+            now = load_now(self.tx)
+            for kind in verdict.missing:
+                self._order(kind, now)
+
+    def _order(self, kind: str, now: datetime) -> None:
         queue_command(
-            tx,
-            node_id=node.node_id,
+            self.tx,
+            node_id=self.node.node_id,
             kind=kind,
             lane="control",
             arguments={},
             deadline_s=acceptance.CHECK_DEADLINE_S,
             purpose=acceptance.PURPOSE,
             created_by=SYSTEM,
-            signer=tools.signer,
-            ids=tools.ids,
+            signer=self.tools.signer,
+            ids=self.tools.ids,
             now=now,
         )
-    return bool(verdict.missing)
+        self.acted = True
 
+    def _adopt(self) -> None:
+        tx, node = self.tx, self.node
+        nodes.mark_adopted(tx, node.node_id)
+        nodes.clear_conditions(tx, node.node_id, [inventory.REPLACED, "inventory_bad"])
+        generation = write_spec(tx, node.node_id, node.public_id, signer=self.tools.signer, now=load_now(tx))
+        self.tell("adopted", generation=generation)
+        self.room = True
 
-def _adopt(tx: Tx, tools: LedgerTools, node: LifecycleNode) -> None:
-    nodes.mark_adopted(tx, node.node_id)
-    nodes.clear_conditions(tx, node.node_id, [inventory.REPLACED, "inventory_bad"])
-    generation = write_spec(tx, node.node_id, node.public_id, signer=tools.signer, now=load_now(tx))
-    tell(tx, node, "adopted", generation=generation)
-    enqueue(tx, "pool", [str(node.pool_id)])
+    def _quarantine(self, reason: str) -> None:
+        self.less |= quarantine(self.tx, self.node, reason)
 
+    # --- drain ---
 
-def quarantine(tx: Tx, node: LifecycleNode, reason: str) -> bool:
-    """Take a locked node out of service, and have repair look at what was to start on it; False if it was."""
-    if not nodes.mark_quarantined(tx, node.node_id, reason=reason):
-        return False
-    tell(tx, node, "quarantined", reason=reason)
-    enqueue(tx, "reservation", map(str, nodes.load_placed_on(tx, [node.node_id])))
-    return True
-
-
-# --- drain -----------------------------------------------------------------------------------
-
-
-def _step_drain(tx: Tx, node: LifecycleNode) -> bool:
-    if not node.draining or nodes.has_holds(tx, node.node_id):
-        return False
-    drained = Condition(NODE_SLOT, DRAINED, "info", "nothing is held any more")
-    if not nodes.raise_conditions(tx, node.node_id, [drained]):
-        return False
-    tell(tx, node, "drained")
-    return True
+    def notice_drained(self) -> None:
+        if not self.node.draining or nodes.has_holds(self.tx, self.node.node_id):
+            return
+        drained = Condition(NODE_SLOT, DRAINED, "info", "nothing is held any more")
+        if nodes.raise_conditions(self.tx, self.node.node_id, [drained]):
+            self.tell("drained")
 
 
 # --- reservations on it ----------------------------------------------------------------------

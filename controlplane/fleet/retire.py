@@ -34,16 +34,16 @@ GONE = "NODE_DECOMMISSIONED"
 
 def decommission(tx: Tx, node: LifecycleNode, *, reason: str, now: datetime) -> None:
     """Take a locked node out for good. The caller has seen that nobody has anything on it."""
-    for command in commands.load_open(tx, node.node_id):
-        locked = commands.lock_command(tx, command.public_id)
-        if locked is not None and locked.finished_at is None:
-            delivered = locked.state != "queued"
-            end_command(tx, locked, "indeterminate" if delivered else "cancelled", now=now, code=GONE)
     devices.retire_all(tx, node.node_id)
     nodes.clear_all_conditions(tx, node.node_id)
     nodes.mark_decommissioned(tx, node.node_id)
     certificates.revoke_authorization(tx, node.node_id, reason="decommissioned")
     tell(tx, node, "decommissioned", reason=reason)
+    for command in commands.load_open(tx, node.node_id):
+        locked = commands.lock_command(tx, command.public_id)
+        if locked is not None and locked.finished_at is None:
+            delivered = locked.state != "queued"
+            end_command(tx, locked, "indeterminate" if delivered else "cancelled", now=now, code=GONE)
 
 
 def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now: datetime) -> None:

@@ -207,17 +207,12 @@ def _done(tx: Tx, call: Call, row: NodeRow, rings: tuple[str, ...] = RING_WORK) 
     return Outcome(_show(tx, call, row.public_id), rings=rings)
 
 
-def _wake_placed(tx: Tx, node_id: int) -> None:
-    """Have repair look at what is to start on a node that takes no placements any more."""
-    enqueue(tx, "reservation", map(str, nodes.load_placed_on(tx, [node_id])))
-
-
 def _cordon(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
     node = _lock(tx, target.row)
     nodes.set_cordon(tx, node.node_id, cordoned=True, reason=typed.reason)
     if not node.cordoned:
         lifecycle.tell(tx, node, "cordoned", reason=typed.reason)
-        _wake_placed(tx, node.node_id)
+        lifecycle.wake_placed(tx, node.node_id)
     return _done(tx, call, target.row)
 
 
@@ -235,7 +230,7 @@ def _drain(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]
     nodes.set_cordon(tx, node.node_id, draining=True, reason=typed.reason)
     if not node.draining:
         lifecycle.tell(tx, node, "draining", reason=typed.reason)
-        _wake_placed(tx, node.node_id)
+        lifecycle.wake_placed(tx, node.node_id)
         enqueue(tx, "node", [str(node.node_id)])
     return _done(tx, call, target.row)
 
@@ -256,6 +251,7 @@ def _quarantine(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[Nod
         reason = typed.reason or f"by {call.principal.name}"
         if not lifecycle.quarantine(tx, node, reason):
             raise Conflict(f"node: {node.name} is {node.provision_state}; there is nothing to quarantine", field="node")
+        lifecycle.wake_placed(tx, node.node_id)
     return _done(tx, call, target.row)
 
 

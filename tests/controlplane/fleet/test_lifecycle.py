@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import trio
 
 from controlplane.capacity.place import Placed, place
-from controlplane.db import inbox, nodes, reservations
+from controlplane.db import devices, inbox, nodes, reservations
 from controlplane.db.time import load_now
 from controlplane.fleet import acceptance
 from controlplane.fleet.lifecycle import step, update_impairment
@@ -297,6 +299,34 @@ async def test_the_same_gpus_on_two_nodes(dsn: Dsn, tmp_path: Path) -> None:
         await run_step(fleet, twin)
         await pass_checks(fleet, twin)
         assert state_of(fleet, twin) == ("adopted", "")
+
+
+async def test_the_same_gpus_at_the_same_moment(dsn: Dsn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have looked and found the GPUs free: the index lets one write, and the other looks again."""
+    async with open_fleet(dsn, tmp_path) as fleet:
+        twins = [make_machine(name, seed="twin") for name in ("a", "b")]
+        for machine in twins:
+            await fleet.join(machine, await fleet.token())
+            fleet.hello(machine)
+            await fleet.send_inventory(machine)
+        both_looked = threading.Barrier(2)
+        load_owners = devices.load_owners
+        looks: list[int] = []
+
+        def look_together(tx: Tx, node_id: int, uuids: list[str]) -> list[tuple[str, str, str]]:
+            found = load_owners(tx, node_id, uuids)
+            looks.append(node_id)
+            if looks.count(node_id) == 1:
+                both_looked.wait(timeout=5)
+            return found
+
+        monkeypatch.setattr(devices, "load_owners", look_together)
+        async with trio.open_nursery() as nursery:
+            for machine in twins:
+                nursery.start_soon(run_step, fleet, machine)
+        assert sorted(state_of(fleet, machine)[0] for machine in twins) == ["adopting", "quarantined"]
+        assert len(looks) == 3
+        assert fleet.execute("select count(*), count(distinct node_id) from device") == [(8, 1)]
 
 
 # --- later inventories
