@@ -142,6 +142,7 @@ class Agent:
             server=self._parts.standing.membership.server,
             journal_id=self.journal_id,
             machine=describe_machine(self._parts.watch.inventory),
+            cdi_dir=str(self._parts.settings.cdi_dir),
             certificate_ends_at=self._parts.standing.membership.identity.certificate.not_valid_after_utc,
             session=SessionView(
                 connected=connection.connected,

@@ -7,8 +7,8 @@ bound to another journal (ours was lost, so nobody knows whether it ran) is refu
 
 Each lane has a queue and one worker: commands of one lane run in order, and a long one on `bulk` does
 not keep a short one on `control` waiting. A queue holds what the lane's credit allows; the credit goes
-back when the command leaves the queue. One that finds the queue full (two sessions' worth) is dropped
-unrecorded: it was never accepted, so it comes again.
+back when the command leaves the queue. What still waits when a new session opens is dropped: it has not
+begun, so the new session's gateway, which alone has the right to it now, brings it again.
 
 What a command does is a `Handler`, by kind; an unknown kind is `unsupported`. A handler's driver may
 fail, and that is the command's failure. Anything else that it raises is a bug and ends the process: the
@@ -100,7 +100,7 @@ class Executor:
         self._under_way: set[str] = set()
         self._closed = False
         self._idle = trio.Event()  # set when closed and nothing is under way any more
-        # As much as the credit of one session; what is beyond comes again.
+        # As much as the credit of one session.
         self._queues = {lane: trio.open_memory_channel[_Queued](INITIAL_CREDITS[lane]) for lane in LANES}
         self.on_end: Callable[[str, Outcome], None] = lambda _kind, _outcome: None
 
@@ -115,15 +115,18 @@ class Executor:
             return
         send, _ = self._queues[lane]
         ahead = send.statistics().current_buffer_used
-        try:
-            send.send_nowait(_Queued(payload, left_queue))
-        except trio.WouldBlock:
-            _log.warning("command.dropped", command=payload.command_id, lane=lane, reason="the queue is full")
-            left_queue()
-            return
+        send.send_nowait(_Queued(payload, left_queue))  # the lane's credit is no larger than its queue
         self._under_way.add(payload.command_id)
         if ahead:
             self._tell(payload.command_id, Outcome(state="accepted"))
+
+    def forget_waiting(self) -> None:
+        """A new session is open: what has not begun is its to bring."""
+        for _, receive in self._queues.values():
+            while receive.statistics().current_buffer_used:
+                queued = receive.receive_nowait()
+                queued.left_queue()
+                self._under_way.discard(queued.payload.command_id)
 
     def _open(self, command: Command) -> CommandPayload | None:
         try:

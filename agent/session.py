@@ -178,6 +178,7 @@ class Session:
         for lane in LANES:
             self._core.grant_send_credit(lane, welcome.credits.get(lane, 0))
         self._parts.statements.epoch = welcome.epoch
+        self._parts.executor.forget_waiting()
         self._parts.binder.say_again()
         self._parts.uplink.begin_session(welcome.wanted_sections, self._told_sections, self._wake.set)
         for lane in LATER_LANES:

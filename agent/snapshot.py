@@ -57,6 +57,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     journal_id: str
     machine: str
+    cdi_dir: str
     certificate_ends_at: datetime
     session: SessionView
     incarnation: int

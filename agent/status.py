@@ -22,6 +22,7 @@ def format_snapshot(snapshot: Snapshot, *, running: bool) -> str:
         ("spec", f"generation {snapshot.generation}, incarnation {snapshot.incarnation}"),
         ("certificate", f"until {_at(snapshot.certificate_ends_at)}"),
         ("machine", snapshot.machine),
+        ("cdi files", snapshot.cdi_dir),
         ("journal", snapshot.journal_id),
     ]
     if snapshot.diagnosis is not None:

@@ -110,6 +110,23 @@ async def test_a_session_cut_mid_command_neither_loses_it_nor_runs_it_twice(tmp_
         assert states == ["running", "succeeded"]
 
 
+async def test_what_waits_when_the_session_is_cut_is_the_next_ones_to_bring(tmp_path: Path, autojump_clock: object):
+    async with open_rig(tmp_path) as rig, rig.open_session():
+        rig.faults.delays_s["diagnose"] = 50
+        commands = [rig.plane.command(rig.node_id, "diag.nvml") for _ in range(INITIAL_CREDITS["control"])]
+        for command in commands:
+            rig.gateway.session.send(command)
+        await rig.gateway.wait_statement(CommandUpdate)
+        rig.gateway.session.cut()
+        session = await rig.gateway.wait_open(2)
+        for command in commands[1:]:
+            session.send(command)
+        for command in commands:
+            assert (await wait_end(rig, command.command_id)).state == "succeeded"
+        ended = [update.command_id for update in session.statements(CommandUpdate) if update.state == "succeeded"]
+        assert ended == [command.command_id for command in commands]
+
+
 async def test_a_crash_while_it_runs_is_reported_and_never_repeated(tmp_path: Path, autojump_clock: object):
     async with open_rig(tmp_path) as rig:
         command = rig.plane.command(rig.node_id, "diag.nvml")
