@@ -95,6 +95,12 @@ def held(part: str, whole: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: text(row) if row[whole] or row[part] else NOTHING
 
 
+def by_name(row: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
+    """Sort key for nodes as people count them: by pool, and node-2 before node-10."""
+    parts: list[str] = re.findall(r"\d+|\D+", row["name"])
+    return row["pool"], [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
 def to_the_minute(name: str) -> Callable[[Mapping[str, Any]], str]:
     """Make a column's value: an instant, as short as a table needs it."""
 

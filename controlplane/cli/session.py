@@ -122,13 +122,21 @@ class Session:
         else:
             self.show_data(data)
 
-    def show_list(self, listing: Listing, columns: Sequence[Column], *, noun: str) -> None:
-        """Print a list; `noun` is its plural, for when it is empty."""
+    def show_list(
+        self,
+        listing: Listing,
+        columns: Sequence[Column],
+        *,
+        noun: str,
+        order: Callable[[JsonObject], Any] | None = None,
+    ) -> None:
+        """Print a list; `noun` is its plural, `order` a sort key for people (data stay as the API has them)."""
         if not self.plain:
             self.show_data({**listing.first_page, "items": listing.items, "next_cursor": listing.next_cursor})
             return
         if listing.items:
-            click.echo(render.render_table(listing.items, columns, width=self.width, color=self.color))
+            items = listing.items if order is None else sorted(listing.items, key=order)
+            click.echo(render.render_table(items, columns, width=self.width, color=self.color))
         else:
             self.note(f"no {noun}")
         if listing.next_cursor is not None:

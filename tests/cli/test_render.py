@@ -90,6 +90,13 @@ def test_colours_are_beside_the_text_and_change_no_width() -> None:
     assert click.unstyle(colored) == plain
 
 
+def test_nodes_are_sorted_as_people_count() -> None:
+    names = ["n10", "n2", "n2b", "n", "m-1", "10", "9"]
+    rows = [{"pool": "p", "name": name} for name in names] + [{"pool": "a", "name": "z"}]
+    ordered = sorted(rows, key=render.by_name)
+    assert [row["name"] for row in ordered] == ["z", "m-1", "n", "n2", "n2b", "n10", "9", "10"]
+
+
 def test_wide_characters_are_two_cells_wide() -> None:
     columns = (Column("name", "name", shrinks=True), Column("n", "n"))
     rows = [{"name": "深層学習", "n": 1}, {"name": "x", "n": 2}]

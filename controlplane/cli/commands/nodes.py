@@ -8,7 +8,7 @@ import click
 
 from controlplane.cli.commands.status import held_gpus, held_memory, held_vcpus
 from controlplane.cli.options import NounGroup, confirm, given, list_options, pass_session, yes_option
-from controlplane.cli.render import Column, render_table
+from controlplane.cli.render import Column, by_name, render_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,9 +66,9 @@ def command() -> None:
 @list_options
 @pass_session
 def list_(session: Session, *, pool: str | None, state: str | None, connectivity: str | None, limit: int) -> None:
-    """List nodes, in the order in which they joined."""
+    """List nodes."""
     asked = given(pool=pool, provision_state=state, connectivity=connectivity)
-    session.show_list(session.list("nodes/list", asked, limit=limit), COLUMNS, noun="nodes")
+    session.show_list(session.list("nodes/list", asked, limit=limit), COLUMNS, noun="nodes", order=by_name)
 
 
 @command.command("get")

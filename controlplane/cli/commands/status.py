@@ -8,7 +8,7 @@ import click
 
 from controlplane.cli.amounts import show_memory
 from controlplane.cli.options import ApiCommand, given, list_options, pass_session
-from controlplane.cli.render import Column, held, render_table, to_the_minute
+from controlplane.cli.render import Column, by_name, held, render_table, to_the_minute
 from controlplane.cli.session import Failed
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def command(session: Session, *, pool: str | None, limit: int) -> None:
     board = session.list("fleet/board", given(pool=pool), limit=limit)
     totals: JsonObject = board.first_page["totals"]
     if session.plain and board.items:
-        click.echo(render_table(board.items, COLUMNS, width=session.width, color=session.color))
+        click.echo(render_table(sorted(board.items, key=by_name), COLUMNS, width=session.width, color=session.color))
         click.echo()
     if session.plain:
         click.echo(totals_line(totals))
