@@ -30,7 +30,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pass
 
 
-class DatabaseSection(_Section):
+class DatabaseSection(_Section, frozen=True):
     """`dsn` is a libpq connection string without a user: each role adds its own (bc_api, …).
 
     `direct_dsn` goes around PgBouncer, for LISTEN and migrations; it is `dsn` when left out.
@@ -44,7 +44,7 @@ class DatabaseSection(_Section):
     owner: str = "bc_owner"
 
 
-class ApiSection(_Section):
+class ApiSection(_Section, frozen=True):
     """`listen` is the public API. `join_listen` is where gateways bring joins, over mutual TLS."""
 
     listen: str = "127.0.0.1:3000"
@@ -54,7 +54,7 @@ class ApiSection(_Section):
     join_names: tuple[str, ...] = ("localhost", "127.0.0.1")
 
 
-class GatewaySection(_Section):
+class GatewaySection(_Section, frozen=True):
     """`endpoints` is what nodes dial; `names` are the DNS names and addresses in the certificate.
 
     `join_url` is an api process's `join_listen`, as seen from the gateway.
@@ -67,12 +67,12 @@ class GatewaySection(_Section):
     id: str = ""
 
 
-class LogSection(_Section):
+class LogSection(_Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
 
 
-class Config(_Section):
+class Config(_Section, frozen=True):
     """The whole file."""
 
     database: DatabaseSection
@@ -95,7 +95,7 @@ def parse_address(text: str, *, key: str) -> tuple[str, int]:
 def parse_roles(text: str, *, key: str) -> tuple[Role, ...]:
     """Read ``api,gateway``. Raises ConfigError naming `key`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    roles = tuple(role for role in ROLES if role in names)
+    roles: tuple[Role, ...] = tuple(role for role in ROLES if role in names)
     if unknown := [name for name in names if name not in ROLES]:
         raise ConfigError(f"{key}: there is no role {unknown[0]!r}; the roles are {', '.join(ROLES)}")
     if not roles:

@@ -140,3 +140,18 @@ async def test_a_command_is_neither_lost_nor_run_twice(dsn: Dsn, tmp_path: Path)
         await eventually(ended, what="the command has ended")
         assert await state() in ("succeeded", "indeterminate")
         assert stack.sql("select count(*) from command where public_id = %s", command["id"]) == [(1,)]
+
+
+async def test_a_bind_that_fails_is_tried_elsewhere_and_then_ends(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        await stack.make_pool()
+        await stack.add_node("one")
+        cdi = stack.cdi_dir("one")
+        cdi.write_text("no directory any more")
+        failed = await stack.wait_state(await stack.reserve(4), "released")
+        assert failed["end_cause"] == "bind_failed"
+        assert "WRITE_FAILED" in failed["end_detail"]
+        assert failed["active_at"] is None
+        assert stack.sql("select count(*) from allocation") == [(2,)]
+        assert stack.sql("select count(*) from usage_window") == [(0,)]
+        stack.assert_sound()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -139,9 +140,9 @@ def test_trim_keeps_what_an_enabled_sink_has_not_seen(conn: psycopg.Connection[A
 
 def test_audit_rows_are_scoped_and_filtered(conn: psycopg.Connection[Any]) -> None:
     tx = _tx(conn)
-    common = {"principal": "usr_a", "action": "pools.create", "resource": "pool_a"}
-    audit.record(tx, **common, decision="allow", tenant_id=1, request_id="req_1", detail={"slug": "h100"})
-    audit.record(tx, **common, decision="deny", tenant_id=2, reason="role member may not")
+    record = partial(audit.record, tx, principal="usr_a", action="pools.create", resource="pool_a")
+    record(decision="allow", tenant_id=1, request_id="req_1", detail={"slug": "h100"})
+    record(decision="deny", tenant_id=2, reason="role member may not")
     conn.commit()
     newest_first = audit.read_before(tx, None, limit=10, tenant_ids=None)
     assert [row.decision for row in newest_first] == ["deny", "allow"]
