@@ -104,8 +104,9 @@ async def open_child(
     log: Path,
     on_line: Callable[[bytes], None],
     environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
 ) -> AsyncGenerator[Child]:
-    """Run a child for the time of the body. Raises ChildFailed."""
+    """Run a child for the time of the body, in `directory` if it is given. Raises ChildFailed."""
     with log.open("ab") as errors:
         process = await trio.lowlevel.open_process(
             list(command),
@@ -113,6 +114,7 @@ async def open_child(
             stdout=subprocess.PIPE,
             stderr=errors,
             env=dict(environment) if environment is not None else dict(os.environ),
+            cwd=directory,
             # a Ctrl-C at the terminal is ours, and we stop the child in our order
             start_new_session=True,
         )

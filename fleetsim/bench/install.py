@@ -51,26 +51,26 @@ def find_project() -> Path:
 
 async def measure_first_use(directory: Path, *, nodes: int, install: bool) -> FirstUse:
     """Install, start `bcctl dev`, reserve. Raises ChildFailed, NoProject."""
-    python, pip_s = Path(sys.executable), None
+    bin_dir, pip_s = Path(sys.executable).parent, None
     if install:
-        python = directory / "venv" / "bin" / "python"
+        bin_dir = directory / "venv" / "bin"
         await _run("venv", (sys.executable, "-m", "venv", str(directory / "venv")), directory, within_s=INSTALL_S)
-        pip = (str(python), "-m", "pip", "install", "--quiet", str(find_project()))
+        pip = (str(bin_dir / "python"), "-m", "pip", "install", "--quiet", str(find_project()))
         pip_s = await _run("pip install", pip, directory, within_s=INSTALL_S)
+    bcctl = bin_dir / "bcctl"
     began = trio.current_time()
-    async with open_dev(directory, python=python, nodes=nodes) as dev:
+    async with open_dev(directory, bcctl=bcctl, nodes=nodes) as dev:
         start_s = trio.current_time() - began
-        await _reserve(dev, python, directory)
+        await _reserve(dev, bcctl, directory)
         active_s = trio.current_time() - began
         memory = read_memory(find_tree(dev.child.pid))
     total = memory.rss_mib if memory.pss_mib is None else memory.pss_mib
     return FirstUse(pip_s, start_s, active_s, total)
 
 
-async def _reserve(dev: Dev, python: Path, directory: Path) -> None:
-    """Do what the README says, with the command that a user types, which waits until the GPUs are active."""
-    asked = ("--pool", "h100", "--gpus", str(GPUS), "--for", "1h")
-    command = (str(python), "-m", "controlplane.cli.main", "reserve", *asked)
+async def _reserve(dev: Dev, bcctl: Path, directory: Path) -> None:
+    """Do what the README says; the command waits until the GPUs are active."""
+    command = (str(bcctl), "reserve", "--pool", "h100", "--gpus", str(GPUS), "--for", "1h")
     await _run("bcctl reserve", command, directory, within_s=COMMAND_S, environment=dev.environment)
 
 
@@ -87,7 +87,7 @@ async def _run(
     began = trio.current_time()
     with log.open("ab") as output, trio.move_on_after(within_s) as waiting:
         done = await trio.run_process(
-            list(command), stdout=output, stderr=subprocess.STDOUT, env=environment, check=False
+            list(command), stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=directory, check=False
         )
         if done.returncode:
             raise ChildFailed(f"{name} ended with {done.returncode}; {log}:\n{read_tail(log)}")

@@ -163,8 +163,11 @@ class Dev:
 
 
 @asynccontextmanager
-async def open_dev(directory: Path, *, python: Path, nodes: int) -> AsyncGenerator[Dev]:
-    """Run `bcctl dev --memory` until its nodes are adopted, and then the body. Raises ChildFailed."""
+async def open_dev(directory: Path, *, bcctl: Path, nodes: int) -> AsyncGenerator[Dev]:
+    """Run `bcctl dev --memory` until its nodes are adopted, and then the body. Raises ChildFailed.
+
+    It runs in `directory`: in a source tree, what it starts would import that instead of what is installed.
+    """
     profiles = directory / "profiles.toml"
     environment = {**os.environ, CONFIG_VARIABLE: str(profiles)}
     adopted = trio.Event()
@@ -173,9 +176,14 @@ async def open_dev(directory: Path, *, python: Path, nodes: int) -> AsyncGenerat
         if (found := _ADOPTED.search(line)) and int(found[1]) == nodes:
             adopted.set()
 
-    command = (str(python), "-m", "controlplane.cli.main", "dev", "--memory", "--sim", str(nodes), "--port", "0")
+    command = (str(bcctl), "dev", "--memory", "--sim", str(nodes), "--port", "0")
     async with open_child(
-        "bcctl dev", command, log=directory / "dev.log", on_line=on_line, environment=environment
+        "bcctl dev",
+        command,
+        log=directory / "dev.log",
+        on_line=on_line,
+        environment=environment,
+        directory=directory,
     ) as child:
         with trio.move_on_after(DEV_START_S):
             await child.wait_for(adopted, f"it said that {nodes} simulated nodes are adopted")
