@@ -37,7 +37,7 @@ from agent.membership import BadMembership, Membership, NotJoined, load_membersh
 from agent.running import parse_server, run_agent, wait_for_acceptance
 from agent.snapshot import STATUS_FILE, read_snapshot
 from agent.status import format_snapshot
-from agent.tokens import WARNING, NoToken, find_token
+from agent.tokens import CREDENTIAL_SOURCE, WARNING, NoToken, find_token, forget_spent
 from shared.clocks import SystemClock
 from shared.instruments import SlowSteps
 from shared.joining import BadToken
@@ -222,6 +222,8 @@ async def _join_now(config: Config, flags: JoinFlags, machine: Machine, hardware
     joining = Joining(server, token, host, machine)
     membership = await join(joining, bundle, config.state_dir, clock=SystemClock(), rng=rng)
     await store(membership, config.state_dir, hardware.assignments)
+    if forget_spent(token):
+        click.echo(f"removed the spent token from {CREDENTIAL_SOURCE}")
     return membership
 
 

@@ -236,7 +236,7 @@ async def _poll(look: Callable[[], Snapshot | None], say: Callable[[str], None])
             if snapshot.generation > 0:
                 return snapshot
             if snapshot.diagnosis is not None and not snapshot.diagnosis.passed:
-                hint = "mend it and ask for the checks again: bcctl nodes accept " + snapshot.node_id
+                hint = f"mend it and have the checks run again: bcctl nodes unquarantine {snapshot.node_id}"
                 raise CommandFailed(ExitCode.NOT_ACCEPTED, f"{snapshot.node_id}: {snapshot.diagnosis.detail}", hint)
         await trio.sleep(ACCEPTANCE_POLL_S)
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 VARIABLE = "BCD_JOIN_TOKEN"
+CREDENTIAL_SOURCE = Path("/etc/bcd/join-token")
+"""The file that the unit's credential is made from."""
 CREDENTIAL = "join-token"
 NO_CREDENTIAL = "none"
 """What the unit's default credential holds: systemd takes no empty one."""
@@ -62,3 +64,14 @@ def _read_file(path: Path) -> str:
             return file.read(TOKEN_CHARS_MAX)
     except (OSError, UnicodeDecodeError) as exc:
         raise NoToken(f"{path}: {exc.strerror if isinstance(exc, OSError) else exc}") from exc
+
+
+def forget_spent(token: JoinToken, path: Path = CREDENTIAL_SOURCE) -> bool:
+    """Remove the credential's file if it holds this token, which is spent; whether it did. Raises OSError."""
+    try:
+        if parse_token(path.read_text(encoding="utf-8")) != token:
+            return False
+    except (FileNotFoundError, UnicodeDecodeError, BadToken):
+        return False
+    path.unlink()
+    return True

@@ -10,7 +10,7 @@ import pytest
 from agent.config import Config, ConfigError, load_config, parse_config
 from agent.machine import choose_machine, find_cdi_dir
 from agent.membership import Machine
-from agent.tokens import NoToken, find_token
+from agent.tokens import NoToken, find_token, forget_spent
 from shared.joining import BadToken, make_token
 
 
@@ -110,3 +110,15 @@ def test_a_bad_token_is_not_repeated_to_whoever_reads_the_screen():
 def test_a_token_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(NoToken, match="nowhere: No such file"):
         find_token(None, str(tmp_path / "nowhere"), {}, io.StringIO())
+
+
+def test_a_spent_token_is_removed_and_no_other(tmp_path: Path):
+    token, other = make_token(), make_token()
+    path = tmp_path / "join-token"
+    assert not forget_spent(token, path)
+    path.write_text(other.text)
+    assert not forget_spent(token, path)
+    assert path.exists()
+    path.write_text(token.text + "\n")
+    assert forget_spent(token, path)
+    assert not path.exists()
