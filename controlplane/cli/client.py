@@ -16,7 +16,7 @@ import os
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import httpx2
 import trio
@@ -44,7 +44,12 @@ IN_PROGRESS_TRIES_MAX = 10
 # A server that restarts is back in seconds; one that is down should not be asked by everybody at once.
 RECONNECT = Backoff(first_s=0.5, max_s=10.0, reset_after_s=30.0)
 
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+# A proxy of the environment has no way to this machine's own loopback.
+_PAST_PROXIES: Final[Mapping[str, None]] = {
+    "all://127.0.0.1": None,
+    "all://[::1]": None,
+    "all://localhost": None,
+}
 _NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.UnsupportedProtocol)
 
 
@@ -322,13 +327,11 @@ async def open_client(
     headers = {"x-better-compute": "1", "user-agent": f"bcctl/{version('bettercompute')}"}
     if key:
         headers["authorization"] = f"Bearer {key}"
-    base = httpx2.URL(url.rstrip("/"))
     async with httpx2.AsyncClient(
-        base_url=base,
+        base_url=url.rstrip("/"),
         headers=headers,
         transport=transport,
         timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
-        # a proxy of the environment has no way to this machine's own loopback
-        trust_env=base.host not in _LOOPBACK,
+        mounts=_PAST_PROXIES,
     ) as http:
         yield AsyncApiClient(http, url)

@@ -72,6 +72,14 @@ async def test_a_call_is_one_post_with_its_headers() -> None:
     assert script.bodies == [{"site": "lab"}]
 
 
+async def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for url, past in (("http://127.0.0.1:1", True), ("http://[::1]:1", True), ("http://node.test:1", False)):
+        async with open_client(url, None) as client:
+            http = client._http
+            assert (http._transport_for_url(httpx2.URL(url)) is http._transport) is past, url
+
+
 async def test_without_a_key_none_is_sent() -> None:
     script = Script(error("UNAUTHENTICATED", 401))
     async with open_client(URL, None, transport=script.transport) as client:

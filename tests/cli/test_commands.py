@@ -82,7 +82,9 @@ def test_tenants_projects_quotas_and_offerings(server: CommandServer, bcctl: Com
     assert rows(bcctl("quotas", "list").value)[0][3] == "2/2"
     # what is not theirs is not there
     assert bcctl("tenants", "list", "--query", "items", BCCTL_KEY=key).value.count("slug") == 1
-    assert bcctl("status", BCCTL_KEY=key).err.startswith("DENIED: ")
+    ran = bcctl("status", BCCTL_KEY=key)
+    assert ran.err.startswith("DENIED: ")
+    assert "hint: the board is for operators; `bcctl pools list` shows what is free\n" in ran.err
     bcctl("reservations", "release", found["id"])
     assert bcctl("offerings", "delete", "duo", "--query", "slug").value == "duo"
     assert bcctl("quotas", "delete", quota, "--query", "id").value == quota

@@ -14,7 +14,7 @@ from controlplane.cli.session import Failed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from controlplane.cli.client import JsonObject
+    from controlplane.cli.client import JsonObject, Listing
     from controlplane.cli.session import Session
 
 _BAR_WIDTH = 8
@@ -85,7 +85,7 @@ def command(session: Session, *, pool: str | None, limit: int) -> None:
 
     Exit status 1 if anything is held twice, which must never be.
     """
-    board = session.list("fleet/board", given(pool=pool), limit=limit)
+    board = _read(session, pool, limit)
     totals: JsonObject = board.first_page["totals"]
     if session.plain and board.items:
         click.echo(render_table(sorted(board.items, key=by_name), COLUMNS, width=session.width, color=session.color))
@@ -100,6 +100,17 @@ def command(session: Session, *, pool: str | None, limit: int) -> None:
         raise Failed(
             "OVERLAPS", f"{totals['overlaps']} pairs hold the same thing, which must never be", "see `bcctl doctor`"
         )
+
+
+def _read(session: Session, pool: str | None, limit: int) -> Listing:
+    from controlplane.cli.client import ApiFailure
+
+    try:
+        return session.list("fleet/board", given(pool=pool), limit=limit)
+    except ApiFailure as exc:
+        if exc.code != "DENIED":
+            raise
+        raise Failed(exc.code, str(exc), "the board is for operators; `bcctl pools list` shows what is free") from exc
 
 
 def totals_line(totals: Mapping[str, Any]) -> str:
