@@ -1,3 +1,5 @@
+"""Progress arrives whole or says what is missing, and never stops the agents."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""A specification that cannot be used is refused by field, and never repeats a secret."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""PostgreSQL counts what clients send."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

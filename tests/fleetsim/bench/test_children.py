@@ -1,3 +1,5 @@
+"""A child is heard while it runs, ends with the body, and is named when it fails."""
+
 from __future__ import annotations
 
 import sys

@@ -51,9 +51,9 @@ class SlowServer:
     async def activate(self, number: int) -> None:
         if self.serial:
             async with self.turn:
-                await trio.sleep(self.active_s)
+                await trio.sleep(self.active_s)  # sleeps: in the virtual time of each test here
         else:
-            await trio.sleep(self.active_s)
+            await trio.sleep(self.active_s)  # sleeps: in the virtual time of each test here
         self.tell(f"rsv_{number}", "failed" if number in self.failing else "active")
 
     def tell(self, subject: str, what: str) -> None:

@@ -1,3 +1,5 @@
+"""A report says where, with what, and of which commit its figures are."""
+
 from __future__ import annotations
 
 import platform

@@ -1,3 +1,5 @@
+"""What the kernel says of memory and CPU is what processes hold and have used."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""A report has every figure with its spread, and says what failed."""
+
 from __future__ import annotations
 
 from datetime import UTC, datetime

@@ -1,3 +1,5 @@
+"""Percentiles are samples that were taken, and medians say how far the repeats lie apart."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
