@@ -16,6 +16,7 @@ Nothing here waits, except for `run_acknowledgements`, which tells the journal.
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -185,7 +186,11 @@ class Uplink:
         while True:
             await self._to_forget.wait()
             keys, self._acknowledged = self._acknowledged, []
-            await self._journal.drop_reports(keys)
+            try:
+                await self._journal.drop_reports(keys)
+            except sqlite3.Error as exc:
+                # They stay on record, are told again after the next start, and acknowledged again.
+                _log.warning("uplink.not_forgotten", keys=keys, reason=str(exc))
 
 
 def _cut(section: Section, digest: str, body: bytes) -> list[InventorySection]:

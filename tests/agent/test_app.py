@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sqlite3
 from typing import TYPE_CHECKING
 
 import trio
 
 from agent.drivers.base import BindFailed, GpuProcess
+from agent.journal import Journal
 from agent.membership import NotJoined
 from shared.inventory import encode_sections, hash_section
 from shared.signing import IntentSigner
@@ -24,6 +26,8 @@ from tests.support.stub_plane import assignment, tombstone
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 async def test_hello_says_who_and_how_far(tmp_path: Path, autojump_clock: object):
@@ -204,6 +208,26 @@ async def test_a_spec_that_is_not_genuine_or_not_newer_changes_nothing(tmp_path:
         session.send(rig.plane.spec(rig.node_id, 1, [], [tombstone(entry)], incarnation=2))
         await rig.gateway.wait_statement(AllocationReleased)
         assert agent.applied == (2, 1)
+
+
+async def test_a_spec_that_cannot_be_recorded_is_not_acted_on_until_it_can(
+    tmp_path: Path, autojump_clock: object, monkeypatch: pytest.MonkeyPatch
+):
+    async with open_rig(tmp_path) as rig, rig.open_session() as agent:
+        store = Journal.store_desired
+
+        async def fail(*_arguments: object) -> bool:
+            await trio.lowlevel.checkpoint()
+            raise sqlite3.OperationalError("database or disk is full")
+
+        monkeypatch.setattr(Journal, "store_desired", fail)
+        rig.gateway.session.send(rig.plane.spec(rig.node_id, 1, [assignment("rsv_1", *await rig.gpus())]))
+        await trio.sleep(30)
+        assert rig.bound.bound == {}
+        assert [condition.name for condition in agent.snapshot().conditions] == ["journal.failed"]
+        monkeypatch.setattr(Journal, "store_desired", store)
+        await rig.gateway.wait_statement(AllocationBound)
+        assert agent.snapshot().conditions == []
 
 
 async def test_the_inventory_travels_by_section_and_only_when_it_changed(tmp_path: Path, autojump_clock: object):
