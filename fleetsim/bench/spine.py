@@ -97,13 +97,15 @@ class Bench:
         directory = _make_directory()
         failures = len(self.measured.failures)
         try:
-            await world(directory)
-        except* _EXPECTED as group:
-            self.measured.failures += [f"{name}: {error}" for error in leaves(group)]
-        if len(self.measured.failures) == failures and not self.keep:
-            shutil.rmtree(directory, ignore_errors=True)
-        elif len(self.measured.failures) > failures:
-            _tell(f"  failed; its logs are in {directory}")
+            try:
+                await world(directory)
+            except* _EXPECTED as group:
+                self.measured.failures += [f"{name}: {error}" for error in leaves(group)]
+        finally:
+            if len(self.measured.failures) > failures:
+                _tell(f"  failed; its logs are in {directory}")
+            elif not self.keep:
+                shutil.rmtree(directory, ignore_errors=True)
 
     # --- the worlds --------------------------------------------------------------------------
 
