@@ -8,8 +8,11 @@ with a connection string for each login role.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -67,3 +70,12 @@ def dsn(postgres: EmbeddedPostgres, template_db: str) -> Iterator[Dsn]:
     with psycopg.connect(postgres.dsn(), autocommit=True) as admin:
         # A test that was cut off may leave a session behind; `force` ends it.
         admin.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that a service user can reach; pytest's own is closed to everybody else."""
+    path = Path(tempfile.mkdtemp(prefix="bc-test-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)

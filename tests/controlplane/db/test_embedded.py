@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,15 +38,6 @@ print("ready", flush=True)
 sys.stdin.read()
 server.stop()
 """
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory that a service user can reach; pytest's own is closed to everybody else."""
-    path = Path(tempfile.mkdtemp(prefix="bc-test-"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
 
 
 def small(state: Path | None) -> EmbeddedPostgres:

@@ -1,0 +1,176 @@
+"""What must hold when something is killed, deleted or lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+import trio
+
+from controlplane.cli.client import ApiFailure
+from controlplane.db.embedded import open_embedded
+from controlplane.db.migrate import find_migrations, load, migrate
+from shared.identity import make_key
+from shared.signing import Context, NodeSigner, encode_envelope
+from shared.wire import AllocationBound, encode
+from tests.support.ledgers import START
+from tests.support.postgres import Dsn
+from tests.support.stack import Stack, eventually, open_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+async def test_ten_requests_for_the_last_gpu_and_four_different_answers(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        await stack.make_pool()
+        await stack.add_node("one")
+        await stack.client.change("quotas/create", {"tenant": "root", "gpus_max": 8})
+        await stack.reserve(7)
+        outcomes: Counter[str] = Counter()
+
+        async def ask(**how: object) -> None:
+            try:
+                outcomes[(await stack.reserve(**how))["state"]] += 1  # pyright: ignore[reportArgumentType]
+            except ApiFailure as failure:
+                outcomes[failure.code] += 1
+
+        async with trio.open_nursery() as nursery:
+            for number in range(10):
+                nursery.start_soon(lambda queue=number % 2 == 0: ask(gpus=1, queue=queue))
+        assert outcomes["binding"] == 1
+        assert outcomes["queued"] + outcomes["SOLD_OUT"] + outcomes["QUOTA_EXCEEDED"] == 9
+        outcomes.clear()
+        await stack.client.change("quotas/create", {"tenant": "root", "pool": "h100", "gpus_max": 64})
+        for quota in (await stack.client.list("quotas/list", {}, limit=5)).items:
+            if quota["pool"] is None:
+                await stack.client.change("quotas/update", {"quota": quota["id"], "gpus_max": 100})
+        await ask(gpus=1, queue=False)
+        await ask(gpus=9)
+        await ask(gpus=80, nodes=10)
+        await ask(gpus=128, nodes=16)
+        assert outcomes == {"SOLD_OUT": 1, "INVALID": 1, "QUOTA_EXCEEDED": 2}
+        stack.assert_sound()
+
+
+async def test_a_gateway_that_was_taken_over_cannot_bind(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        await stack.make_pool()
+        agent = await stack.add_node("one")
+        agent.process.send_signal(signal.SIGSTOP)
+        reservation = await stack.reserve(1)
+        ((allocation, node, node_id, epoch, uuids),) = stack.sql(
+            """
+            select a.public_id, n.public_id, n.node_id, s.epoch, a.device_uuids
+            from allocation a join node n using (node_id) join node_session s using (node_id)
+            """
+        )
+        forged = AllocationBound(
+            node_id=node,
+            incarnation=1,
+            generation=99,
+            session_epoch=epoch,
+            allocation_id=allocation,
+            reservation_id=reservation["id"],
+            device_uuids=uuids,
+            cdi_name="bettercompute.dev/reservation=x",
+            at=START,
+        )
+        # all that a gateway has: its database role, and a key of its own making
+        envelope = encode_envelope(NodeSigner(make_key()).sign(Context.NODE_ALLOCATION_BOUND, encode(forged)))
+        with psycopg.connect(dsn.gateway, autocommit=True) as conn:
+            conn.execute(
+                """
+                insert into node_report (node_id, kind, key, epoch, envelope)
+                values (%s, 'allocation_bound', 'forged', %s, %s)
+                """,
+                (node_id, epoch, envelope),
+            )
+            conn.execute("select enqueue_work('{inbox}', array[%s], '{7}')", (str(node_id),))
+            for forbidden in (
+                "update reservation set state = 'active'",
+                "update allocation set state = 'bound'",
+                "delete from booking",
+                "update node_spec set generation = 1000",
+                "update certificate set revoked_at = null",
+                "delete from key_record",
+            ):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    conn.execute(forbidden)
+
+        async def refused() -> Any:
+            return stack.sql("select reason from audit_event where decision = 'refuse'")
+
+        assert "unknown_key" in (await eventually(refused, what="refused"))[0][0]
+        assert (await stack.get(reservation))["state"] == "binding"
+        agent.process.send_signal(signal.SIGCONT)
+        await stack.wait_state(reservation, "active")
+        stack.assert_sound()
+
+
+async def _start_slow_command(stack: Stack, tmp_path: Path) -> dict[str, Any]:
+    """A command that the node has begun and will not end for a minute."""
+    faults = tmp_path / "faults.json"
+    agent = await stack.add_node("one")
+    agent.kill(signal.SIGTERM)
+    await agent.wait()
+    faults.write_text(json.dumps({"delays_s": {"diagnose": 60}}))
+    stack.start_bcd("one", environment={"BCD_SIMULATED_FAULTS": str(faults)})
+    node = await stack.wait_node("one", lambda node: node["session_open"])
+    command = await stack.client.change("commands/create", {"node": node["id"], "kind": "diag.nvml", "deadline_s": 300})
+    await _wait_command(stack, command, "running")
+    return command
+
+
+async def _wait_command(stack: Stack, command: dict[str, Any], *states: str) -> dict[str, Any]:
+    async def look() -> Any:
+        seen = await stack.client.read("commands/get", {"id": command["id"]})
+        return dict(seen) if seen["state"] in states else None
+
+    return await eventually(look, what=f"command {states}")
+
+
+@pytest.mark.parametrize("journal", ["kept", "deleted"])
+async def test_a_command_cut_in_the_middle_is_never_run_again(dsn: Dsn, tmp_path: Path, journal: str) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        await stack.make_pool()
+        command = await _start_slow_command(stack, tmp_path)
+        stack.programs[-1].kill()
+        await stack.programs[-1].wait()
+        if journal == "deleted":
+            for file in (tmp_path / "one").glob("journal.db*"):
+                file.unlink()
+        again = stack.start_bcd("one")
+        ended = await _wait_command(stack, command, "indeterminate", "succeeded", "failed")
+        assert ended["state"] == "indeterminate"
+        # the agent that came back has not run it: it would have said so
+        assert f'"command":"{command["id"]}","kind":"diag.nvml","state":"succeeded"' not in again.text()
+
+
+async def test_an_answered_reservation_outlives_kill_9_of_postgresql(tmp_path: Path, place: Path) -> None:
+    async with open_embedded(place / "pg") as server:
+        migrate(server.ensure_database("bettercompute"), load(find_migrations()))
+        roles = {role: server.dsn(f"bc_{role}", "bettercompute") for role in ("owner", "api", "worker", "gateway")}
+        dsn = Dsn(name="bettercompute", admin=server.dsn("postgres", "bettercompute"), **roles)
+        async with open_stack(dsn, tmp_path) as stack:
+            await stack.make_pool()
+            await stack.add_node("one")
+
+            reservation = await stack.reserve(4)
+            assert server.pid is not None, "it runs"
+            os.kill(server.pid, signal.SIGKILL)
+
+            async def there() -> Any:
+                try:
+                    return await stack.get(reservation)
+                except Exception:  # noqa: BLE001 - the database is away for a moment, in whatever words
+                    return None
+
+            assert (await eventually(there, what="the reservation is there"))["id"] == reservation["id"]
+            await stack.wait_state(reservation, "active")
+            stack.assert_sound()
