@@ -53,7 +53,7 @@ class FakeIam:
 
     async def _work(self, name: str) -> None:
         self.calls.append(name)
-        await trio.sleep(self.delay_s)
+        await trio.sleep(self.delay_s)  # sleeps: an answer that takes as long as the test says
         if self.down:
             raise IamUnavailable("down")
 

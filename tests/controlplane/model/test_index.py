@@ -1,3 +1,5 @@
+"""The incremental index finds a plan exactly when a scan does, and does bounded work."""
+
 from __future__ import annotations
 
 from dataclasses import replace

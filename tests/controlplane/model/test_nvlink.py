@@ -1,3 +1,5 @@
+"""NVLink sets: found from links, kept whole, against brute force."""
+
 from __future__ import annotations
 
 from itertools import combinations

@@ -1,3 +1,5 @@
+"""What a user's totals become, and every sentence with which one is refused."""
+
 from __future__ import annotations
 
 from datetime import timedelta

@@ -1,3 +1,5 @@
+"""The line of units: spans, masks and windows."""
+
 from __future__ import annotations
 
 from itertools import pairwise
