@@ -19,6 +19,7 @@ from controlplane.db.migrate import (
     migrate,
     required_version,
 )
+from controlplane.db.tx import DatabaseUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -164,5 +165,5 @@ def test_this_build_knows_its_own_files() -> None:
 def test_an_unreachable_database_is_a_migration_error() -> None:
     with pytest.raises(MigrationError, match="could not use the database"):
         migrate("host=/nowhere user=x dbname=y", ())
-    with pytest.raises(MigrationError, match="cannot read the version"):
+    with pytest.raises(DatabaseUnavailable, match="nowhere"):
         current_version("host=/nowhere user=x dbname=y")
