@@ -144,6 +144,20 @@ async def test_a_crash_while_it_runs_is_reported_and_never_repeated(tmp_path: Pa
             assert {update.state for update in rig.gateway.session.statements(CommandUpdate)} == {"indeterminate"}
 
 
+async def test_an_end_that_nobody_acknowledged_is_told_at_once_in_the_next_session(
+    tmp_path: Path, autojump_clock: object
+):
+    async with open_rig(tmp_path) as rig, rig.open_session():
+        rig.gateway.acknowledge = False
+        rig.gateway.session.send(rig.plane.command(rig.node_id, "diag.echo"))
+        await wait_end(rig)
+        rig.gateway.session.cut()
+        await rig.gateway.wait_open(2)
+        began = trio.current_time()
+        await wait_end(rig)
+        assert trio.current_time() - began < 1
+
+
 async def test_an_unsent_end_outlives_the_agent(tmp_path: Path, autojump_clock: object):
     async with open_rig(tmp_path) as rig:
         rig.gateway.acknowledge = False

@@ -47,6 +47,30 @@ M = TypeVar("M", bound="Up")
 S = TypeVar("S", bound="Statement")
 
 
+class _Line(trio.abc.Stream):
+    """A stream that may go dead."""
+
+    def __init__(self, inner: trio.abc.Stream) -> None:
+        self.frozen = False
+        self._inner = inner
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await self._inner.receive_some(max_bytes)
+        if self.frozen:
+            await trio.sleep_forever()
+        return data
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        if not self.frozen:
+            await self._inner.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._inner.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
 class StubSession:
     """One connection, as the gateway sees it."""
 
@@ -86,9 +110,14 @@ class StubSession:
         """Lose the connection without a word."""
         self.scope.cancel()
 
+    def freeze(self) -> None:
+        """Read and answer nothing from now on, and keep the connection: a machine that was unplugged."""
+        self._line.frozen = True
+
     async def run(self, stream: trio.abc.Stream) -> None:
+        self._line = _Line(stream)
         with self.scope:
-            await run_connection(stream, self.core, self.on_event)
+            await run_connection(self._line, self.core, self.on_event)
         self.ended = True
         self.gateway.note()
 
