@@ -23,6 +23,9 @@ AMOUNT_MAX = 1_000_000
 MEMORY_MIB_MAX = 2**40
 DURATION_S_MAX = 3650 * 86_400
 
+# Without a zone the planner says what to write.
+RFC_3339 = {"format": "date-time"}
+
 Gpus = Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="GPUs over all nodes.")]
 
 
@@ -37,14 +40,22 @@ class Asked(Idempotent, frozen=True, kw_only=True):
         | None
     ) = None
     gpus: Gpus | None = None
-    nodes: Annotated[int, msgspec.Meta(description="How many nodes the amounts are divided over.")] | None = None
+    nodes: (
+        Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="How many nodes the amounts are divided over.")] | None
+    ) = None
     topology: Annotated[
-        str, msgspec.Meta(description="`any`, or `nvlink-all` for GPUs that all reach each other by NVLink.")
+        str,
+        msgspec.Meta(max_length=64, description="`any`, or `nvlink-all` for GPUs that all reach each other by NVLink."),
     ] = "any"
     whole_node: Annotated[bool, msgspec.Meta(description="Nodes that nobody else uses.")] = False
     vcpus: Annotated[int, msgspec.Meta(le=AMOUNT_MAX)] | None = None
     memory_mib: Annotated[int, msgspec.Meta(le=MEMORY_MIB_MAX)] | None = None
-    start: Annotated[datetime, msgspec.Meta(description="When; left out is as soon as possible.")] | None = None
+    start: (
+        Annotated[
+            datetime, msgspec.Meta(description="When; left out is as soon as possible.", extra_json_schema=RFC_3339)
+        ]
+        | None
+    ) = None
     duration_s: (
         Annotated[int, msgspec.Meta(le=DURATION_S_MAX, description="How long, in seconds; left out is open-ended.")]
         | None
@@ -100,7 +111,7 @@ class MoveEndInput(Idempotent, frozen=True, kw_only=True):
     """Another end. `end` must be later than now and, to extend, later than the end there is."""
 
     id: Annotated[str, msgspec.Meta(max_length=64)]
-    end: datetime
+    end: Annotated[datetime, msgspec.Meta(description="In UTC or with an offset.", extra_json_schema=RFC_3339)]
 
 
 class PartView(msgspec.Struct, frozen=True, kw_only=True):
