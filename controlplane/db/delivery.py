@@ -34,18 +34,8 @@ class DueSpec:
     generation: int
 
 
-def load_due_specs(
-    tx: Tx,
-    fence: Fence,
-    gateway_id: str,
-    *,
-    node_ids: Collection[int] | None = None,
-    written_within_s: float | None = None,
-) -> list[DueSpec]:
-    """Return the specs that this gateway's nodes have not acted on; perhaps only of some nodes, or new ones.
-
-    Raises StaleEpoch.
-    """
+def load_due_specs(tx: Tx, fence: Fence, gateway_id: str, *, node_ids: Collection[int] | None = None) -> list[DueSpec]:
+    """Return the specs that this gateway's nodes, or some of them, have not acted on. Raises StaleEpoch."""
     require_lease(tx, fence)
     return tx.rows(
         DueSpec,
@@ -55,7 +45,6 @@ def load_due_specs(
         where s.open and s.gateway_id = %(gateway_id)s and s.gateway_epoch = %(gateway_epoch)s
           and (sp.incarnation, sp.generation) > (s.observed_incarnation, s.observed_generation)
           and (%(all_nodes)s or sp.node_id = any (%(node_ids)s::int4[]))
-          and (%(all_times)s or sp.written_at > compute_now() - make_interval(secs => %(within_s)s))
         order by sp.node_id
         """,
         {
@@ -63,8 +52,6 @@ def load_due_specs(
             "gateway_epoch": fence.epoch,
             "all_nodes": node_ids is None,
             "node_ids": sorted(node_ids or ()),
-            "all_times": written_within_s is None,
-            "within_s": written_within_s or 0.0,
         },
     )
 

@@ -2,14 +2,13 @@
 
 One task looks every second, and when it is poked: by LISTEN (somebody wrote a spec or a command), by
 a session that opened a lane or got credit. Pokes within `poke_window_s` are one. A poke that names
-nodes looks at those alone; one that does not looks at specs that were written in the last moments,
-and every `spec_sweep_s` at all of them, so that a lost poke costs a second and an overlooked spec ten.
+nodes looks at those alone, one that does not and the tick look at all, so a lost poke costs a second.
 
 *Specs* are a latest-wins slot: a session is sent a spec that is newer than the last one it was sent,
 whatever became of those between. *Commands* are noted as delivered before they are sent; one for
 which a lane has no credit stays in the database.
 
-The same round ends sessions that have a newer one at another gateway, or whose authorization is gone.
+Every `sweep_s` it also ends sessions that have a newer one at another gateway, or whose authorization is gone.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ from controlplane.db.tx import OPERATING_ERRORS, UnknownCommit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from controlplane.db.delivery import DueCommand, Handout
+    from controlplane.db.delivery import DueCommand, DueSpec, Handout
     from controlplane.db.leases import Fence
     from controlplane.db.pool import Database
+    from controlplane.db.tx import Tx
     from controlplane.gateway.registry import Registry
     from controlplane.gateway.settings import GatewaySettings
     from shared.metrics import GatewayMetrics
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-# Longer than any transaction can take between writing a spec and its commit (TX_DEADLINE_S, and one
-# statement); what is older was seen by an earlier round.
-RECENT_S: Final = 15.0
+# A look at all of 10,000 nodes costs the database 5 ms. However much it is poked, it looks for this
+# part of the time at most.
+LOOKING_MAX: Final = 0.3
 # More nodes than this in one poke are looked up as "all of them".
 POKED_NODES_MAX: Final = 256
 # Specs fetched in one transaction: at most 10 MiB.
@@ -78,25 +78,24 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Send until cancelled. Raises StaleEpoch."""
-        swept_at = trio.current_time()
+        swept_at = quiet_until = trio.current_time()
         while True:
-            now = trio.current_time()
             with trio.move_on_after(self._settings.dispatch_every_s) as tick:
                 await self._poked.wait()
-                await trio.sleep(self._settings.poke_window_s)
+                # The first poke is answered at once, those that follow it closely together.
+                await trio.sleep_until(quiet_until)
+            began = trio.current_time()
             nodes = self._take_pokes(tick=tick.cancelled_caught)
-            sweep = now - swept_at >= self._settings.spec_sweep_s
-            if sweep:
-                swept_at, nodes = now, None
-            if not self._registry:
-                continue
-            try:
-                await self._send_specs(nodes, sweep=sweep)
-                await self._send_commands(nodes)
-                if sweep:
-                    await self._end_sessions()
-            except OPERATING_ERRORS as exc:
-                _log.warning("dispatch.postponed", error=repr(exc))
+            if self._registry:
+                try:
+                    await self._send(nodes)
+                    if began - swept_at >= self._settings.sweep_s:
+                        await self._end_sessions()
+                        swept_at = began
+                except OPERATING_ERRORS as exc:
+                    _log.warning("dispatch.postponed", error=repr(exc))
+            ended = trio.current_time()
+            quiet_until = max(began + self._settings.poke_window_s, ended + (ended - began) * (1 / LOOKING_MAX - 1))
 
     def _take_pokes(self, *, tick: bool) -> set[int] | None:
         """Return the nodes to look at, None for all."""
@@ -104,16 +103,29 @@ class Dispatcher:
         self._poked_nodes, self._poked_all, self._poked = set(), False, trio.Event()
         return None if tick or poked_all or len(nodes) > POKED_NODES_MAX else nodes
 
+    async def _send(self, nodes: set[int] | None) -> None:
+        full: set[tuple[int, Lane]] = set()
+        specs, commands = await self._db.run_tx(self._load_due, nodes)
+        await self._send_specs(specs)
+        while True:
+            for part in _parts(self._choose(commands, full)):
+                await self._hand_out(part)
+            if len(commands) < self._settings.dispatch_batch:
+                return
+            # More may be behind those for whom there was no room. Each round sends some or names full lanes.
+            commands = await self._db.run_tx(self._load_commands, nodes, full)
+
+    def _load_due(self, tx: Tx, nodes: set[int] | None) -> tuple[list[DueSpec], list[DueCommand]]:
+        specs = load_due_specs(tx, self._fence, self._settings.gateway_id, node_ids=nodes)
+        return specs, self._load_commands(tx, nodes, set())
+
+    def _load_commands(self, tx: Tx, nodes: set[int] | None, full: set[tuple[int, Lane]]) -> list[DueCommand]:
+        limit = self._settings.dispatch_batch
+        return load_due_commands(tx, self._fence, self._settings.gateway_id, limit=limit, node_ids=nodes, full=full)
+
     # --- specs -------------------------------------------------------------------------------
 
-    async def _send_specs(self, nodes: set[int] | None, *, sweep: bool) -> None:
-        due = await self._db.run_tx(
-            load_due_specs,
-            self._fence,
-            self._settings.gateway_id,
-            node_ids=nodes,
-            written_within_s=None if sweep or nodes is not None else RECENT_S,
-        )
+    async def _send_specs(self, due: Sequence[DueSpec]) -> None:
         unsent = [
             spec.node_id
             for spec in due
@@ -130,24 +142,6 @@ class Dispatcher:
                     self._metrics.dispatch_latency.observe(spec.age_s)
 
     # --- commands ----------------------------------------------------------------------------
-
-    async def _send_commands(self, nodes: set[int] | None) -> None:
-        full: set[tuple[int, Lane]] = set()
-        while True:
-            due = await self._db.run_tx(
-                load_due_commands,
-                self._fence,
-                self._settings.gateway_id,
-                limit=self._settings.dispatch_batch,
-                node_ids=nodes,
-                full=full,
-            )
-            chosen = self._choose(due, full)
-            for part in _parts(chosen):
-                await self._hand_out(part)
-            # More may be behind those for whom there was no room. Each round sends some or names full lanes.
-            if len(due) < self._settings.dispatch_batch:
-                return
 
     def _choose(self, due: Sequence[DueCommand], full: set[tuple[int, Lane]]) -> list[DueCommand]:
         """Pick what the lanes have room for; note in `full` which have no more."""

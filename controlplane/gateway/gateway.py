@@ -33,7 +33,7 @@ from shared.services import service_nursery
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from controlplane.db.pool import Database
     from controlplane.gateway.relay import JoinRelay
@@ -108,7 +108,6 @@ async def open_gateway(
     tls: ssl.SSLContext,
     bundle: bytes,
     relay: JoinRelay,
-    ring: Callable[[str], None],
     metrics: GatewayMetrics,
     ids: IdSource,
     rng: random.Random | None = None,
@@ -121,7 +120,6 @@ async def open_gateway(
         tls: the serving certificate, asking for certificates of the node CA (`shared.tls.server_context`).
         bundle: the trust bundle, served as it is.
         relay: carries joins and renewals to the api (`open_join_relay`).
-        ring: asks for a NOTIFY ("bc_work").
         rng: jitters what agents are told to wait.
 
     Whoever wants sessions to be asked to leave calls `Gateway.drain` before leaving the body; what
@@ -140,7 +138,7 @@ async def open_gateway(
     async with service_nursery() as nursery:
         listener = Listener(state, tls, nursery)
         state.desk.start(nursery)
-        nursery.start_soon(run_tenures, state, db, holder, ring)
+        nursery.start_soon(run_tenures, state, db, holder)
         nursery.start_soon(run_sweeper, state)
         nursery.start_soon(listener.run, listeners)
         try:

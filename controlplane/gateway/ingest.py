@@ -41,7 +41,7 @@ from controlplane.gateway.sections import SectionPool
 from shared.wire import LANES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from controlplane.db.leases import Fence
     from controlplane.db.pool import Database
@@ -125,10 +125,9 @@ def store_batch(tx: Tx, fence: Fence, items: list[Item]) -> set[tuple[int, int]]
 class Ingest:
     """The queues of all lanes, and the tasks that empty them."""
 
-    def __init__(self, db: Database, fence: Fence, ring: Callable[[str], None], metrics: GatewayMetrics) -> None:
+    def __init__(self, db: Database, fence: Fence, metrics: GatewayMetrics) -> None:
         self._db = db
         self._fence = fence
-        self._ring = ring
         self._metrics = metrics
         self._queues: dict[Lane, _LaneQueue] = {lane: _LaneQueue(QUEUE_MAX[lane]) for lane in LANES}
         self.sections = SectionPool()
@@ -212,8 +211,6 @@ class Ingest:
 
     async def _answer(self, lane: Lane, batch: list[Item], current: set[tuple[int, int]]) -> None:
         now = trio.current_time()
-        if any(isinstance(item.payload, NewReport | NewSection) or item.news for item in batch):
-            self._ring("bc_work")
         self._free(batch)
         by_session: dict[Session, list[Item]] = {}
         for item in batch:

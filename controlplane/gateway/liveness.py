@@ -17,8 +17,6 @@ from controlplane.db.sessions import close_sessions, flush_liveness
 from controlplane.db.tx import OPERATING_ERRORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from controlplane.db.leases import Fence
     from controlplane.db.pool import Database
     from controlplane.gateway.registry import Registry
@@ -50,10 +48,9 @@ async def run_liveness(db: Database, fence: Fence, registry: Registry, every_s: 
 class Closings:
     """Sessions that have ended and are not written down as ended yet."""
 
-    def __init__(self, db: Database, fence: Fence, ring: Callable[[str], None]) -> None:
+    def __init__(self, db: Database, fence: Fence) -> None:
         self._db = db
         self._fence = fence
-        self._ring = ring
         self._ended: dict[int, tuple[int, float]] = {}  # node to epoch and when it was last heard
         self._some = trio.Event()
         self._turn = trio.Lock()
@@ -92,4 +89,3 @@ class Closings:
                 self._ended = ended | self._ended
                 self._some.set()
                 raise
-        self._ring("bc_work")

@@ -56,7 +56,8 @@ class GatewaySettings:
     # --- delivery ---
     dispatch_every_s: float = 1.0
     poke_window_s: float = 0.010
-    spec_sweep_s: float = 10.0
+    # Sessions whose node has a newer one elsewhere, or may no longer speak, end within this.
+    sweep_s: float = 10.0
     dispatch_batch: int = 1000
 
     liveness_every_s: float = 15.0

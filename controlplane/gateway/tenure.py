@@ -26,8 +26,6 @@ from shared.leases import run_while_held
 from shared.wire import LANES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from controlplane.db.pool import Database
     from controlplane.gateway.session import Ending, Session
     from controlplane.gateway.state import GatewayState
@@ -43,16 +41,16 @@ ENDS_PER_TURN: Final = 100
 class Tenure:
     """What exists under one lease epoch."""
 
-    def __init__(self, state: GatewayState, db: Database, fence: Fence, ring: Callable[[str], None]) -> None:
+    def __init__(self, state: GatewayState, db: Database, fence: Fence) -> None:
         self._state = state
         self._db = db
         self.fence = fence
         self.ended = False
         self.registry = Registry()
         self.hellos = HelloDesk(db, fence, state.settings)
-        self.ingest = Ingest(db, fence, ring, state.metrics)
+        self.ingest = Ingest(db, fence, state.metrics)
         self.dispatcher = Dispatcher(db, fence, self.registry, state.settings, state.metrics)
-        self.closings = Closings(db, fence, ring)
+        self.closings = Closings(db, fence)
 
     def register(self, session: Session) -> None:
         """A session was opened; the older one of its node ends."""
@@ -96,12 +94,12 @@ async def end_connections(state: GatewayState, ending: Ending, *, of: Tenure | N
             await trio.lowlevel.checkpoint()
 
 
-async def run_tenures(state: GatewayState, db: Database, holder: str, ring: Callable[[str], None]) -> None:
+async def run_tenures(state: GatewayState, db: Database, holder: str) -> None:
     """Hold the lease `gateway:<id>` whenever it can be had, and serve sessions meanwhile; until cancelled."""
     name = f"gateway:{state.settings.gateway_id}"
     known_reason = ""
     while True:
-        reason, tenure = await _hold_once(state, db, name, holder, ring)
+        reason, tenure = await _hold_once(state, db, name, holder)
         if tenure is not None or reason != known_reason:
             _log.warning("gateway.fenced", lease=name, reason=reason)
         known_reason = reason
@@ -110,9 +108,7 @@ async def run_tenures(state: GatewayState, db: Database, holder: str, ring: Call
         await trio.sleep(ACQUIRE_EVERY_S)
 
 
-async def _hold_once(
-    state: GatewayState, db: Database, name: str, holder: str, ring: Callable[[str], None]
-) -> tuple[str, Tenure | None]:
+async def _hold_once(state: GatewayState, db: Database, name: str, holder: str) -> tuple[str, Tenure | None]:
     """Serve as long as the lease lasts; return why it does not (any more), and what was served under it."""
     timing = state.settings.lease
     tenure: Tenure | None = None
@@ -125,7 +121,7 @@ async def _hold_once(
         epoch = await db.run_lease_tx(leases.acquire, name, holder, timing.ttl_s)
         if epoch is None:
             return False
-        tenure = Tenure(state, db, Fence(name, holder, epoch), ring)
+        tenure = Tenure(state, db, Fence(name, holder, epoch))
         return True
 
     async def serve() -> None:

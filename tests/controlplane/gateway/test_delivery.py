@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from controlplane.db.pool import Database
 
 # Nothing but what the test pokes, and a sweep that it asks for.
-QUIET: dict[str, Any] = {"dispatch_every_s": 1000.0, "spec_sweep_s": 1000.0}
-QUICK: dict[str, Any] = {"dispatch_every_s": 0.05, "spec_sweep_s": 0.2}
+QUIET: dict[str, Any] = {"dispatch_every_s": 1000.0, "sweep_s": 1000.0}
+QUICK: dict[str, Any] = {"dispatch_every_s": 0.05, "sweep_s": 0.2}
 
 
 # --- specs -----------------------------------------------------------------------------------
@@ -62,22 +62,31 @@ async def test_an_incarnation_is_newer_whatever_the_generation(rig: Rig):
         assert (await agent.expect(Spec)).incarnation == 2
 
 
-async def test_without_a_doorbell_the_tick_finds_new_specs_and_the_sweep_all(rig: Rig):
+async def test_without_a_doorbell_the_tick_finds_specs_however_old(rig: Rig):
     node = rig.add_node()
-    async with rig.gateway(dispatch_every_s=0.05, spec_sweep_s=1000.0):
+    async with rig.gateway(dispatch_every_s=0.05):
         agent = await rig.join_session(node)
-        rig.write_spec(node, 1)
-        await agent.expect(Spec)
-    old = rig.add_node("n2")
-    async with rig.gateway("gw_2", **QUICK):
-        agent = await rig.join_session(old)
         # As if it had been written long ago by a transaction that only now commits.
         rig.execute(
             "insert into node_spec (node_id, incarnation, generation, envelope, written_at)"
             " values (%s, 1, 1, 'x', compute_now() - interval '1 hour')",
-            old.node_id,
+            node.node_id,
         )
         await agent.expect(Spec)
+
+
+async def test_however_much_it_is_poked_it_looks_part_of_the_time(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatch, "LOOKING_MAX", 0.01)
+    node = rig.add_node()
+    async with rig.gateway(**QUIET) as gateway:
+        agent = await rig.join_session(node)
+        rig.write_command(node)
+        gateway.poke()
+        await agent.expect(Command)
+        rig.write_command(node)
+        gateway.poke()
+        assert await agent.quiet(Command), "it has looked for some milliseconds, and rests a hundred times as long"
+        await agent.expect(Command)
 
 
 async def test_specs_that_wait_for_credit_are_one_latest(rig: Rig):
@@ -213,7 +222,7 @@ async def test_commands_for_lanes_that_are_not_open_wait_for_them(rig: Rig):
 
 async def test_a_node_with_a_long_queue_keeps_nobody_waiting(rig: Rig):
     busy, other = rig.add_node("n1"), rig.add_node("n2")
-    async with rig.gateway(**QUIET, dispatch_batch=5) as gateway:
+    async with rig.gateway(dispatch_batch=5, **QUIET) as gateway:
         stuck = await rig.join_session(busy, credits={"control": 0})
         agent = await rig.join_session(other)
         for _ in range(40):

@@ -83,7 +83,7 @@ async def test_the_newest_connection_wins(rig: Rig):
 
 async def test_a_session_at_another_gateway_ends_this_one(rig: Rig):
     node = rig.add_node()
-    async with rig.gateway("gw_1", spec_sweep_s=0.1, dispatch_every_s=0.05):
+    async with rig.gateway("gw_1", sweep_s=0.1, dispatch_every_s=0.05):
         first = await rig.join_session(node)
         async with rig.gateway("gw_2"):
             await rig.join_session(node)
@@ -125,7 +125,7 @@ async def test_only_the_revoked_of_two_certificates_is_refused(rig: Rig):
 
 async def test_a_session_whose_node_is_revoked_ends(rig: Rig):
     node, other = rig.add_node("n1"), rig.add_node("n2")
-    async with rig.gateway(spec_sweep_s=0.1, dispatch_every_s=0.05) as gateway:
+    async with rig.gateway(sweep_s=0.1, dispatch_every_s=0.05) as gateway:
         agent = await rig.join_session(node)
         await rig.join_session(other)
         rig.execute("update node_authorization set revoked_at = compute_now() where node_id = %s", node.node_id)
