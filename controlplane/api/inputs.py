@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -38,9 +39,22 @@ def parse_json(body: bytes) -> dict[str, Any]:
 def validate(parsed: dict[str, Any], expected: type[I]) -> I:
     """Return the typed input. Raises Invalid."""
     try:
-        return msgspec.convert(parsed, expected)
+        typed = msgspec.convert(parsed, expected)
     except msgspec.ValidationError as exc:
         raise _explain(str(exc), expected) from None
+    _check_instants(typed)
+    return typed
+
+
+def _check_instants(typed: msgspec.Struct) -> None:
+    """Refuse a time whose zone takes it out of the calendar: it has no UTC to compare or store."""
+    for name in typed.__struct_fields__:
+        value = getattr(typed, name)
+        if isinstance(value, datetime) and value.tzinfo is not None:
+            try:
+                value.astimezone(UTC)
+            except OverflowError:
+                raise Invalid(f"{name}: is outside the years 1 to 9999 in UTC", field=name) from None
 
 
 def _explain(message: str, expected: type[msgspec.Struct]) -> Invalid:

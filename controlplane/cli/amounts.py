@@ -18,10 +18,10 @@ HOUR_S = 3600
 DAY_S = 86_400
 WEEK_S = 7 * DAY_S
 _SECONDS: Mapping[str, int] = {"w": WEEK_S, "d": DAY_S, "h": HOUR_S, "m": MINUTE_S, "s": 1}
-_DURATION = re.compile(r"(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z")
+_DURATION = re.compile(r"(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z", re.ASCII)
 
 _MIB: Mapping[str, int] = {"mib": 1, "gib": 1024, "tib": 1024 * 1024}
-_MEMORY = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[A-Za-z]+)\Z")
+_MEMORY = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[A-Za-z]+)\Z", re.ASCII)
 
 # Longer than any amount that means something; keeps int() away from a megabyte of digits.
 _LENGTH_MAX = 40
@@ -61,6 +61,13 @@ def parse_memory(text: str) -> int:
 def parse_time(text: str, *, now: datetime) -> datetime:
     """Return the UTC instant for `now`, `+2h`, or an ISO 8601 time with its zone. Raises BadAmount."""
     text = text.strip()
+    try:
+        return _parse_time(text, now)
+    except OverflowError:
+        raise BadAmount(f"{text!r} is too far away; write for example 2030-01-31T10:00Z or +2h") from None
+
+
+def _parse_time(text: str, now: datetime) -> datetime:
     if text == "now":
         return now.astimezone(UTC)
     if text.startswith("+"):

@@ -1,7 +1,7 @@
 """Answers as text: aligned tables, records, JSON, and the part that `--query` names.
 
 How a value looks follows from the name of its field, as the API names things: `_mib` is memory, `_s` a
-duration, and a string that is an instant is shown in UTC to the second. Tables fit the terminal: long
+duration, and `_at`, `start` and the like an instant, shown in UTC to the second. Tables fit the terminal: long
 columns are cut, and if that is not enough each row becomes a record; in a pipe nothing is cut. Text that
 came from elsewhere loses its control characters, so that a node's name cannot drive the terminal.
 """
@@ -46,7 +46,9 @@ _BAD = frozenset(
     {"deny", "expired", "failed", "FAILED", "indeterminate", "missing", "quarantined", "refuse", "rejected", "suspect"}
     | {"unhealthy", "unreachable", "unsupported"}
 )
-_INSTANT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)\Z")
+# Known by their names: a person may have called something else 2030-01-31T10:00:00Z.
+_INSTANTS = frozenset({"at", "deadline", "end", "since", "start"})
+_INSTANT_ENDINGS = ("_at", "_after", "_before")
 _STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[(?P<index>-?\d+)\]")
 
 
@@ -136,8 +138,8 @@ def show_value(name: str, value: object) -> str:  # noqa: PLR0911 - a table of c
             return show_memory(value)
         case int() if name.endswith("_s"):
             return show_duration(value)
-        case str() if _INSTANT.match(value):
-            return show_time(datetime.fromisoformat(value))
+        case str() if name in _INSTANTS or name.endswith(_INSTANT_ENDINGS):
+            return _show_instant(value)
         case list():
             items = cast("list[object]", value)
             return ", ".join(show_value(name, item) for item in items)
@@ -145,6 +147,13 @@ def show_value(name: str, value: object) -> str:  # noqa: PLR0911 - a table of c
             return clean(json.dumps(value, ensure_ascii=False, default=str))
         case _:
             return clean(str(value))
+
+
+def _show_instant(text: str) -> str:
+    try:
+        return show_time(datetime.fromisoformat(text))
+    except (ValueError, OverflowError):  # in an event's data, which another version may have written
+        return clean(text)
 
 
 def label_of(name: str) -> str:

@@ -37,7 +37,9 @@ def test_durations(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "8", "1.5h", "h", "30m1h", "-1h", "8 h", "8h!", "1h1h", "9" * 50 + "s", "8H"])
+@pytest.mark.parametrize(
+    "text", ["", "8", "1.5h", "h", "30m1h", "-1h", "8 h", "8h!", "1h1h", "9" * 50 + "s", "8H", "\u0661h"]
+)
 def test_what_is_not_a_duration(text: str) -> None:
     with pytest.raises(BadAmount, match=r"is not a duration; write for example 45s, 30m, 8h, 1h30m or 2d"):
         parse_duration(text)
@@ -100,6 +102,9 @@ def test_times(text: str, at: datetime) -> None:
         ("2030-02-31T10:00Z", "is not a time"),
         ("+soon", "is not a duration"),
         ("", "is not a time"),
+        ("9999-12-31T23:59:59-23:59", "is too far away; write for example"),
+        ("+99999999w", "is too far away"),
+        ("+99999999999999999999w", "is too far away"),
     ],
 )
 def test_what_is_not_a_time(text: str, says: str) -> None:

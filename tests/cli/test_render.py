@@ -60,6 +60,15 @@ def test_a_record_shows_fields_by_the_kind_of_their_names(golden: Golden) -> Non
     assert render.render_record(record, skip=["detail", "name"]).count("\n") == 7
 
 
+@pytest.mark.parametrize(
+    "name", ["2030-01-01T05:00:00+05:00", "2030-13-01T00:00:00Z", "9999-12-31T23:59:59-23:59", "9999-99-99T99:99:99Z"]
+)
+def test_a_name_that_looks_like_a_time_is_a_name(name: str) -> None:
+    assert render.show_value("name", name) == name
+    assert render.show_value("created_at", "2030-01-01T05:00:00+05:00") == "2030-01-01 00:00:00Z"
+    assert render.show_value("new_at", "9999-12-31T23:59:59-23:59") == "9999-12-31T23:59:59-23:59"
+
+
 def test_totals() -> None:
     totals = {
         "nodes": 8,

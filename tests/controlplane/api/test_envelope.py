@@ -85,6 +85,14 @@ async def test_bad_bodies_name_the_field_and_the_fix(dsn: Dsn, content: bytes, f
         assert hint in reply.message
 
 
+@pytest.mark.parametrize("end", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
+async def test_a_time_that_utc_cannot_say_names_its_field(dsn: Dsn, end: str) -> None:
+    async with open_api(dsn) as api:
+        reply = await api.call("reservations/extend", id="rsv_x", end=end)
+        assert (reply.status, reply.code, reply.field) == (400, "INVALID", "end")
+        assert "outside the years 1 to 9999" in reply.message
+
+
 async def test_literals_list_their_values(dsn: Dsn) -> None:
     async with open_api(dsn) as api:
         reply = await api.call("pools/create", site="x", slug="h100", kind="tpu")
