@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 # The last that was heard of the node in its present session. Liveness of an earlier one says nothing.
 CONTACT = "greatest(s.opened_at, case when l.epoch = s.epoch then l.last_seen_at end)"
+# A node's own conditions have a dot in their names; what the control plane finds has none.
+REPORTED = "position('.' in c.kind) > 0"
 
 
 @dataclass(frozen=True, slots=True)
 class LifecycleNode:
-    """A locked node with all that its lifecycle looks at; `contact_at` is None before the first session."""
+    """A locked node with all that its lifecycle looks at.
+
+    `status` is the body of its status, None if it has sent none in its present session; `reported_kinds`
+    are the conditions that it has from earlier ones.
+    """
 
     node_id: int
     public_id: str
@@ -51,6 +57,8 @@ class LifecycleNode:
     session_agent_version: str
     journal_id: str
     in_touch: bool
+    status: bytes | None
+    reported_kinds: list[str]
 
 
 def lock_lifecycle(tx: Tx, node_id: int) -> LifecycleNode | None:
@@ -67,9 +75,13 @@ def lock_lifecycle(tx: Tx, node_id: int) -> LifecycleNode | None:
                coalesce(s.epoch, 0) as session_epoch, coalesce(s.open, false) as session_open,
                coalesce(s.boot_id, '') as session_boot_id, coalesce(s.agent_version, '') as session_agent_version,
                coalesce(s.journal_id, '') as journal_id,
-               coalesce(s.open and {CONTACT} > compute_now() - make_interval(secs => %(lease)s), false) as in_touch
+               coalesce(s.open and {CONTACT} > compute_now() - make_interval(secs => %(lease)s), false) as in_touch,
+               t.body as status,
+               array(select distinct c.kind from node_condition c
+                     where c.node_id = n.node_id and {REPORTED} order by c.kind) as reported_kinds
         from node n join pool p using (pool_id)
         left join node_session s using (node_id) left join node_liveness l using (node_id)
+        left join node_status t on t.node_id = n.node_id and t.epoch = s.epoch
         where n.node_id = %(node)s
         """,
         {"node": node_id, "lease": SESSION_LEASE_S},
@@ -248,12 +260,30 @@ class Condition:
     detail: str = ""
 
 
-def sync_conditions(tx: Tx, node_id: int, *, owned: Sequence[str], wanted: Sequence[Condition]) -> int:
-    """Make the node's conditions of the kinds `owned` be exactly `wanted`; returns how many changed.
+@dataclass(frozen=True, slots=True)
+class ConditionChange:
+    """What became of a condition: it is `present` now, or gone.
+
+    `news` unless only its words have changed.
+    """
+
+    slot: int
+    kind: str
+    severity: str
+    reason: str
+    present: bool
+    news: bool
+
+
+def sync_conditions(
+    tx: Tx, node_id: int, *, owned: Sequence[str], wanted: Sequence[Condition]
+) -> list[ConditionChange]:
+    """Make the node's conditions of the kinds `owned` be exactly `wanted`; returns what has changed.
 
     One that stays keeps its `since`.
     """
-    changed = tx.value(
+    return tx.rows(
+        ConditionChange,
         """
         with wanted as (
           select * from unnest(%(slots)s::int2[], %(kinds)s::text[], %(severities)s::text[], %(reasons)s::text[],
@@ -262,7 +292,7 @@ def sync_conditions(tx: Tx, node_id: int, *, owned: Sequence[str], wanted: Seque
           delete from node_condition c
           where c.node_id = %(node)s and c.kind = any(%(owned)s)
             and not exists (select from wanted w where w.slot = c.slot and w.kind = c.kind)
-          returning 1
+          returning c.slot, c.kind, c.severity, c.reason
         ), raised as (
           insert into node_condition as c (node_id, slot, kind, severity, reason, detail)
           select %(node)s, slot, kind, severity, reason, detail from wanted
@@ -270,9 +300,15 @@ def sync_conditions(tx: Tx, node_id: int, *, owned: Sequence[str], wanted: Seque
             set severity = excluded.severity, reason = excluded.reason, detail = excluded.detail
             where (c.severity, c.reason, c.detail)
                   is distinct from (excluded.severity, excluded.reason, excluded.detail)
-          returning 1
+          returning c.slot, c.kind, c.severity, c.reason
         )
-        select (select count(*) from gone) + (select count(*) from raised)
+        select slot, kind, severity, reason, false as present, true as news from gone
+        union all
+        select r.slot, r.kind, r.severity, r.reason, true, b.severity is distinct from r.severity
+        from raised r
+        -- the table as it was before this statement
+        left join node_condition b on b.node_id = %(node)s and b.slot = r.slot and b.kind = r.kind
+        order by slot, kind
         """,
         {
             "node": node_id,
@@ -284,18 +320,29 @@ def sync_conditions(tx: Tx, node_id: int, *, owned: Sequence[str], wanted: Seque
             "details": [condition.detail for condition in wanted],
         },
     )
-    assert changed is not None, "a count is a number"
-    return changed
 
 
-def raise_conditions(tx: Tx, node_id: int, conditions: Sequence[Condition]) -> int:
-    """Raise conditions beside those that there are; returns how many are news."""
+def raise_conditions(tx: Tx, node_id: int, conditions: Sequence[Condition]) -> list[ConditionChange]:
+    """Raise conditions beside those that there are; returns what has changed."""
     return sync_conditions(tx, node_id, owned=(), wanted=conditions)
 
 
-def clear_conditions(tx: Tx, node_id: int, kinds: Sequence[str]) -> int:
-    """Clear every condition of these kinds; returns how many there were."""
+def clear_conditions(tx: Tx, node_id: int, kinds: Sequence[str]) -> list[ConditionChange]:
+    """Clear every condition of these kinds; returns those that there were."""
     return sync_conditions(tx, node_id, owned=kinds, wanted=())
+
+
+def load_reported(tx: Tx, node_id: int) -> list[Condition]:
+    """What the node itself says of the GPUs in its slots."""
+    return tx.rows(
+        Condition,
+        f"""
+        select c.slot, c.kind, c.severity, c.reason, c.detail from node_condition c
+        where c.node_id = %(node)s and c.slot <> %(node_slot)s and {REPORTED}
+        order by c.slot, c.kind
+        """,
+        {"node": node_id, "node_slot": NODE_SLOT},
+    )
 
 
 def clear_all_conditions(tx: Tx, node_id: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from controlplane.db import devices, nodes
 from controlplane.db.nodes import NODE_SLOT, Condition
 from controlplane.db.tx import Contention, UniqueConflict
+from controlplane.fleet.status import judge_gpus
 from controlplane.model.devices import DevicePlan, Unacceptable, check_sane, explain_misfit, plan_devices
 from shared.inventory import SECTIONS, InventoryError, Section, decode_sections
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controlplane.db.devices import StoredSection
-    from controlplane.db.nodes import LifecycleNode
+    from controlplane.db.nodes import ConditionChange, LifecycleNode
     from controlplane.db.tx import Tx
     from shared.ids import IdSource
     from shared.inventory import Inventory
@@ -45,12 +46,14 @@ class Derived:
         taken: it shows a GPU that is live on another node, which no node may keep on doing.
         new_gpus: there are GPUs that acceptance has not seen.
         changed: devices or totals differ from before, so who waits or holds may be concerned.
+        conditions: what became of the node's conditions.
     """
 
     problem: str = ""
     taken: bool = False
     new_gpus: bool = False
     changed: bool = False
+    conditions: Sequence[ConditionChange] = ()
 
 
 def is_complete(sections: Sequence[StoredSection]) -> bool:
@@ -70,10 +73,11 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
         inventory = _read(sections)
         plan = NO_DEVICES
         if node.gpu_model is not None:
-            plan = plan_devices(devices.load_known(tx, node.node_id), inventory, node.gpu_model)
+            complaints = judge_gpus(nodes.load_reported(tx, node.node_id))
+            plan = plan_devices(devices.load_known(tx, node.node_id), inventory, node.gpu_model, complaints)
     except (InventoryError, Unacceptable) as exc:
-        nodes.raise_conditions(tx, node.node_id, [Condition(NODE_SLOT, "inventory_bad", "critical", str(exc))])
-        return Derived(problem=f"inventory: {exc}")
+        bad = nodes.raise_conditions(tx, node.node_id, [Condition(NODE_SLOT, "inventory_bad", "critical", str(exc))])
+        return Derived(problem=f"inventory: {exc}", conditions=bad)
     misfit = explain_misfit(inventory, kind=node.pool_kind, gpu_model=node.gpu_model) or ""
     if misfit and node.provision_state != "adopted":
         return Derived(problem=misfit)
@@ -81,14 +85,15 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
     if added and (taken := devices.load_owners(tx, node.node_id, added)):
         uuid, owner, name = taken[0]
         return Derived(problem=f"{uuid} is a GPU of {owner} ({name}) already", taken=True)
-    _write_devices(tx, ids, node.node_id, plan)
+    replaced = _write_devices(tx, ids, node.node_id, plan)
     short = devices.set_scalars(tx, node.node_id, vcpus=inventory.host.vcpus, memory_mib=inventory.host.memory_mib)
     conditions = _find_conditions(plan, misfit, short=short)
-    raised = nodes.sync_conditions(tx, node.node_id, owned=OWNED, wanted=conditions)
+    synced = nodes.sync_conditions(tx, node.node_id, owned=OWNED, wanted=conditions)
     return Derived(
         problem=misfit,
         new_gpus=bool(plan.added),
-        changed=bool(plan.added or plan.changed or raised),
+        changed=bool(plan.added or plan.changed or synced),
+        conditions=[*replaced, *synced],
     )
 
 
@@ -101,7 +106,7 @@ def _read(sections: Sequence[StoredSection]) -> Inventory:
     return inventory
 
 
-def _write_devices(tx: Tx, ids: IdSource, node_id: int, plan: DevicePlan) -> None:
+def _write_devices(tx: Tx, ids: IdSource, node_id: int, plan: DevicePlan) -> list[ConditionChange]:
     if plan.retired:
         # before their slots are taken: a slot has one live device at any moment
         devices.retire_devices(tx, plan.retired)
@@ -114,15 +119,16 @@ def _write_devices(tx: Tx, ids: IdSource, node_id: int, plan: DevicePlan) -> Non
         devices.update_devices(tx, node_id, plan.changed)
     if plan.devices:
         devices.replace_links(tx, node_id, plan.links)
-    if plan.replaced:
-        nodes.raise_conditions(
-            tx,
-            node_id,
-            [
-                Condition(change.slot, REPLACED, "warning", f"{change.old_uuid} was replaced by {change.new_uuid}")
-                for change in plan.replaced
-            ],
-        )
+    if not plan.replaced:
+        return []
+    return nodes.raise_conditions(
+        tx,
+        node_id,
+        [
+            Condition(change.slot, REPLACED, "warning", f"{change.old_uuid} was replaced by {change.new_uuid}")
+            for change in plan.replaced
+        ],
+    )
 
 
 def _find_conditions(plan: DevicePlan, misfit: str, *, short: bool) -> list[Condition]:

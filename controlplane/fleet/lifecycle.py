@@ -1,4 +1,4 @@
-"""One step of a node's life: is it there, what does it have, may it be booked, has it drained.
+"""One step of a node's life: is it there, how does it fare, what does it have, may it be booked, has it drained.
 
 `step` is what the node reconciler runs for a key. It takes no input but the rows, locks the node,
 and does whatever is due; every change is guarded by the state that it leaves, so a step that comes
@@ -15,17 +15,18 @@ job); here a node only ever becomes connected.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import announce
 from controlplane.capacity.specs import write_spec
 from controlplane.db import commands, devices, nodes, outbox, reservations
-from controlplane.db.nodes import NODE_SLOT, Condition
+from controlplane.db.nodes import NODE_SLOT, Condition, ConditionChange
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
 from controlplane.fleet import acceptance, inventory
 from controlplane.fleet.commands import queue_command
+from controlplane.fleet.status import apply_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,9 +68,9 @@ def step(tx: Tx, tools: LedgerTools, node_id: int) -> Stepped:
         return Stepped()
     run = _Step(tx, tools, node)
     run.connect()
-    if node.provision_state in ("adopting", "adopted"):
-        run.take_inventory()
+    run.take_reports()
     run.notice_drained()
+    run.tell_conditions()
     impairment = nodes.load_impairment_changes(tx, node_id)
     run.wake()
     return Stepped(run.acted, impairment)
@@ -105,6 +106,7 @@ class _Step:
     acted: bool = False
     room: bool = False
     less: bool = False
+    changes: list[ConditionChange] = field(default_factory=list[ConditionChange])
 
     def tell(self, what: str, **data: object) -> None:
         tell(self.tx, self.node, what, **data)
@@ -131,17 +133,25 @@ class _Step:
             self.tell("connected", epoch=node.session_epoch, agent_version=said[1])
             self.room |= node.provision_state == "adopted"
 
-    # --- inventory and acceptance ---
+    # --- status, inventory and acceptance ---
 
-    def take_inventory(self) -> None:
+    def take_reports(self) -> None:
         node = self.node
-        adopting = node.provision_state == "adopting"
-        if adopting and not node.session_open:
+        if node.provision_state == "adopting" and not node.session_open:
             # what is on record may be of the machine that was there before
             return
+        said = apply_status(self.tx, node)
+        self.changes += said
+        if node.provision_state in ("adopting", "adopted"):
+            self._take_inventory(again=any(change.slot != NODE_SLOT for change in said))
+
+    def _take_inventory(self, *, again: bool) -> None:
+        """Act on what is new of the inventory; on all of it `again` when the node fares differently."""
+        node = self.node
+        adopting = node.provision_state == "adopting"
         made = self._load_round() if adopting else []
         # checks are queued when the inventory has been acted on, so until there is news it is not looked at again
-        sections = devices.load_inventory(self.tx, node.node_id, always=adopting and not made)
+        sections = devices.load_inventory(self.tx, node.node_id, always=again or (adopting and not made))
         if not inventory.is_complete(sections):
             return
         if any(stored.body is not None for stored in sections) and not self._derive(sections):
@@ -156,6 +166,7 @@ class _Step:
         """Act on the inventory; False if that took the node out of service."""
         node = self.node
         derived = inventory.derive(self.tx, self.tools.ids, node, sections)
+        self.changes += derived.conditions
         adopted = node.provision_state == "adopted"
         if derived.problem and (derived.taken or not adopted):
             self._quarantine(derived.problem)
@@ -198,13 +209,25 @@ class _Step:
     def _adopt(self) -> None:
         tx, node = self.tx, self.node
         nodes.mark_adopted(tx, node.node_id)
-        nodes.clear_conditions(tx, node.node_id, [inventory.REPLACED, "inventory_bad"])
+        self.changes += nodes.clear_conditions(tx, node.node_id, [inventory.REPLACED, "inventory_bad"])
         generation = write_spec(tx, node.node_id, node.public_id, signer=self.tools.signer, now=load_now(tx))
         self.tell("adopted", generation=generation)
         self.room = True
 
     def _quarantine(self, reason: str) -> None:
         self.less |= quarantine(self.tx, self.node, reason)
+
+    # --- what people are told ---
+
+    def tell_conditions(self) -> None:
+        """One event for all that is new; that a complaint is worded anew is none."""
+        news = [change for change in self.changes if change.news]
+        if news:
+            self.tell(
+                "condition",
+                raised=[_shown(change) for change in news if change.present],
+                cleared=[_shown(change) for change in news if not change.present],
+            )
 
     # --- drain ---
 
@@ -214,6 +237,11 @@ class _Step:
         drained = Condition(NODE_SLOT, DRAINED, "info", "nothing is held any more")
         if nodes.raise_conditions(self.tx, self.node.node_id, [drained]):
             self.tell("drained")
+
+
+def _shown(change: ConditionChange) -> dict[str, object]:
+    slot = None if change.slot == NODE_SLOT else change.slot
+    return {"kind": change.kind, "slot": slot, "severity": change.severity, "reason": change.reason}
 
 
 # --- reservations on it ----------------------------------------------------------------------

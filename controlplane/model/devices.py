@@ -7,6 +7,8 @@ used to be, and is not any more, has replaced it and takes the slot. Any other u
 next slot at the end. A known GPU that is not reported and not replaced is `missing`: its row stays,
 because somebody may hold it.
 
+What the node complains of in its status counts as well: the worse of the two is how a GPU fares.
+
 Nothing of an inventory is signed. What a hostile node could make of it is bounded here
 (`check_sane`) and can only block its own placement.
 """
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from shared.inventory import GpuFacts, GpuHealth, Inventory
 
 DeviceHealth = Literal["healthy", "suspect", "unhealthy", "missing"]
+BY_SEVERITY: tuple[DeviceHealth, ...] = ("healthy", "suspect", "unhealthy", "missing")
+# How a GPU fares, and why.
+Verdict = tuple[DeviceHealth, str]
+_NOTHING_SAID: Mapping[int, Verdict] = {}
 
 # Columns of the schema.
 _INT4_MAX = 2**31 - 1
@@ -165,12 +171,18 @@ def _words(model: str) -> set[str]:
 # --- slots -----------------------------------------------------------------------------------
 
 
-def plan_devices(known: Sequence[KnownDevice], inventory: Inventory, gpu_model: str) -> DevicePlan:
+def plan_devices(
+    known: Sequence[KnownDevice],
+    inventory: Inventory,
+    gpu_model: str,
+    complaints: Mapping[int, Verdict] = _NOTHING_SAID,
+) -> DevicePlan:
     """Compare the rows with what the node reports.
 
     Args:
         known: the node's live devices.
         gpu_model: of the pool; a GPU of another model gets a row and is never healthy.
+        complaints: what the node's status makes of the GPUs in some slots.
 
     Raises:
         Unacceptable: there are more GPUs than slots.
@@ -180,7 +192,15 @@ def plan_devices(known: Sequence[KnownDevice], inventory: Inventory, gpu_model: 
     links = _plan_links(gpus, slot_of)
     groups = plan_nvlink_groups(_as_planned(gpus, slot_of))
     healths = {health.uuid: health for health in inventory.health.gpus}
-    reported = [_device(gpu, slot_of[gpu.uuid], groups, healths.get(gpu.uuid), gpu_model) for gpu in gpus]
+    reported = [
+        _device(
+            gpu,
+            slot_of[gpu.uuid],
+            groups,
+            _worse(_judge(gpu, healths.get(gpu.uuid), gpu_model), complaints.get(slot_of[gpu.uuid])),
+        )
+        for gpu in gpus
+    ]
     by_uuid = {facts.uuid: facts for facts in reported}
     missing_reason = _why_missing(inventory)
     devices = list(reported)
@@ -234,10 +254,8 @@ def _assign_slots(known: Sequence[KnownDevice], gpus: Sequence[GpuFacts]) -> tup
 # --- health ----------------------------------------------------------------------------------
 
 
-def _device(
-    gpu: GpuFacts, slot: int, groups: Mapping[int, int], health: GpuHealth | None, gpu_model: str
-) -> DeviceFacts:
-    verdict, reason = _judge(gpu, health, gpu_model)
+def _device(gpu: GpuFacts, slot: int, groups: Mapping[int, int], verdict: Verdict) -> DeviceFacts:
+    health, reason = verdict
     return DeviceFacts(
         slot=slot,
         uuid=gpu.uuid,
@@ -246,12 +264,16 @@ def _device(
         pci_bus_id=gpu.pci_bus_id,
         memory_mib=gpu.memory_mib,
         nvlink_group=groups.get(slot),
-        health=verdict,
+        health=health,
         health_reason=reason,
     )
 
 
-def _judge(gpu: GpuFacts, health: GpuHealth | None, gpu_model: str) -> tuple[DeviceHealth, str]:
+def _worse(found: Verdict, said: Verdict | None) -> Verdict:
+    return said if said is not None and BY_SEVERITY.index(said[0]) > BY_SEVERITY.index(found[0]) else found
+
+
+def _judge(gpu: GpuFacts, health: GpuHealth | None, gpu_model: str) -> Verdict:
     if not model_fits(gpu_model, gpu.model):
         return "unhealthy", f"the pool is for {gpu_model}, this is a {gpu.model}"
     if health is None:

@@ -15,6 +15,7 @@ from agent.drivers.fake import FakeDevices, Variant
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import places, tokens
 from controlplane.db.pool import Database, DatabaseConfig, open_database
+from controlplane.db.sessions import NewStatus, store_statuses
 from controlplane.fleet.join_service import Issuer, JoinService
 from controlplane.fleet.keys import ApiKeys, KeySettings, load_or_create_keys
 from shared.clocks import SystemClock
@@ -34,6 +35,7 @@ from shared.joining import (
     verify_answer,
 )
 from shared.signing import Context, NodeSigner, encode_envelope
+from shared.status import Condition, NodeStatus, encode_status
 from shared.wire import CommandState, CommandUpdate, encode
 from tests.support.clock import START, ManualClock
 from tests.support.ledgers import FROZEN_TIME
@@ -211,6 +213,14 @@ class Fleet:
                 body,
                 machine.node_id,
             )
+
+    async def send_status(self, machine: Machine, *conditions: Condition) -> None:
+        """Write what the machine says of its health, as a gateway does."""
+        await self.send_status_body(machine, encode_status(NodeStatus(conditions=conditions)))
+
+    async def send_status_body(self, machine: Machine, body: bytes) -> None:
+        epoch = self.value("select epoch from node_session where node_id = %s", machine.node_id)
+        await self.run(store_statuses, [NewStatus(machine.node_id, epoch, "", body)])
 
     def answer_command(
         self,

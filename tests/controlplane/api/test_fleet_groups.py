@@ -10,6 +10,7 @@ import pytest
 from controlplane.api.groups.commands import ARGUMENTS_BYTES_MAX
 from controlplane.db import places
 from controlplane.fleet.join_service import JoinRefused
+from controlplane.fleet.lifecycle import step
 from shared.joining import parse_token
 from shared.signing import KeyClass, Verifier
 from tests.support.api import Api, open_api
@@ -133,8 +134,18 @@ async def test_the_release_of_the_last_hold_wakes_a_draining_node(dsn: Dsn) -> N
         await api.ok("nodes/drain", node="node-0")
         await fleet.release(held)
         fleet.execute("delete from work_queue")
+        node_id = fleet.nodes[0].node_id
+        await fleet.run(step, fleet.tools, node_id)
+        assert "node.drained" not in events(fleet, "node."), "the hold ends when the node says so"
         await fleet.released(held)
-        assert ("node", str(fleet.nodes[0].node_id)) in queued(fleet)
+        assert ("node", str(node_id)) in queued(fleet)
+        for _ in range(2):
+            await fleet.run(step, fleet.tools, node_id)
+        assert events(fleet, "node.") == ["node.draining", "node.drained"]
+        node = await api.ok("nodes/get", node="node-0")
+        assert [found["kind"] for found in node["conditions"]] == ["drained"]
+        await api.ok("nodes/undrain", node="node-0")
+        assert (await api.ok("nodes/get", node="node-0"))["conditions"] == []
 
 
 async def test_quarantine_and_back(dsn: Dsn) -> None:
