@@ -104,11 +104,12 @@ class HelloDesk:
             # Whoever arrives in the same turn of the loop takes part in the same transaction.
             await trio.lowlevel.checkpoint()
             self._arrived = trio.Event()
-            batch, self._waiting = self._waiting, {}
-            if batch:
-                await self._open(batch)
+            await self._open_waiting()
 
-    async def _open(self, batch: dict[Session, NewSession]) -> None:
+    async def _open_waiting(self) -> None:
+        batch, self._waiting = self._waiting, {}
+        if not batch:
+            return
         # A node that has dialled twice gets its newest connection; the other one ends.
         newest = {new.public_id: session for session, new in batch.items()}
         arrivals = [batch[session] for session in newest.values()]

@@ -70,15 +70,18 @@ class JoinDesk:
             nursery.start_soon(self._run_relays)
 
     async def _run_relays(self) -> None:
-        async for relayed in self._receive:
-            request = relayed.request
-            try:
-                answer = await self._relay(request.path, request.body, source=relayed.session.address)
-            except RelayFailed as exc:
-                _log.warning("relay.failed", path=request.path, error=str(exc))
-                self._refuse(relayed.session, request)
-            else:
-                relayed.session.respond(request.stream_id, answer.status, answer.body, _JSON)
+        while True:
+            await self._relay_one(await self._receive.receive())
+
+    async def _relay_one(self, relayed: _Relayed) -> None:
+        request = relayed.request
+        try:
+            answer = await self._relay(request.path, request.body, source=relayed.session.address)
+        except RelayFailed as exc:
+            _log.warning("relay.failed", path=request.path, error=str(exc))
+            self._refuse(relayed.session, request)
+        else:
+            relayed.session.respond(request.stream_id, answer.status, answer.body, _JSON)
 
     def _refuse(self, session: Session, request: Request) -> None:
         pushback_s = self._rng.uniform(PUSHBACK_MIN_S, PUSHBACK_MAX_S)

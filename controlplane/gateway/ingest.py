@@ -169,13 +169,13 @@ class Ingest:
             await waiting.arrived.wait()
             # Whoever reads in the same turn of the loop takes part in the same transaction.
             await trio.lowlevel.checkpoint()
-            batch = _take_batch(waiting)
-            if not waiting.items:
-                waiting.arrived = trio.Event()
-            self.resume(lane)
-            await self._commit(lane, batch)
+            await self._commit_next(lane, waiting)
 
-    async def _commit(self, lane: Lane, batch: list[Item]) -> None:
+    async def _commit_next(self, lane: Lane, waiting: _LaneQueue) -> None:
+        batch = _take_batch(waiting)
+        if not waiting.items:
+            waiting.arrived = trio.Event()
+        self.resume(lane)
         self._metrics.ingest_batch_size.observe(len(batch))
         while True:
             try:

@@ -35,14 +35,18 @@ async def run_liveness(db: Database, fence: Fence, registry: Registry, every_s: 
     """Write the ages of all sessions, every so often, until cancelled. Raises StaleEpoch."""
     while True:
         await trio.sleep(every_s)
-        sessions = iter(registry)
-        while part := list(islice(sessions, ROWS_MAX)):
-            now = trio.current_time()
-            ages = [(session.node_id, session.epoch, session.silent_s(now)) for session in part]
-            try:
-                await db.run_tx(flush_liveness, fence, ages)
-            except OPERATING_ERRORS as exc:
-                _log.warning("liveness.skipped", sessions=len(ages), error=repr(exc))
+        await _flush(db, fence, registry)
+
+
+async def _flush(db: Database, fence: Fence, registry: Registry) -> None:
+    sessions = iter(registry)
+    while part := list(islice(sessions, ROWS_MAX)):
+        now = trio.current_time()
+        ages = [(session.node_id, session.epoch, session.silent_s(now)) for session in part]
+        try:
+            await db.run_tx(flush_liveness, fence, ages)
+        except OPERATING_ERRORS as exc:
+            _log.warning("liveness.skipped", sessions=len(ages), error=repr(exc))
 
 
 class Closings:

@@ -22,9 +22,13 @@ async def run_sweeper(state: GatewayState) -> None:
     """Sweep until cancelled."""
     while True:
         await trio.sleep(EVERY_S)
-        for number, session in enumerate(list(state.connections), 1):
-            session.sweep(trio.current_time())
-            if number % PER_TURN == 0:
-                await trio.lowlevel.checkpoint()
+        await _sweep(state)
         pending = state.tenure.hellos.pending if state.tenure is not None else 0
         state.metrics.hellos_pending.set(pending)
+
+
+async def _sweep(state: GatewayState) -> None:
+    for number, session in enumerate(list(state.connections), 1):
+        session.sweep(trio.current_time())
+        if number % PER_TURN == 0:
+            await trio.lowlevel.checkpoint()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
+from controlplane.gateway.session import Session
 from shared.http2.events import LaneClosed
 from shared.ids import new_id
 from shared.wire import HEARTBEAT_S, INITIAL_CREDITS, PROTOCOL, SESSION_LEASE_S, Heartbeat, Spec, Welcome
@@ -48,6 +50,7 @@ async def test_hello_opens_a_session(rig: Rig):
         assert (row["observed_incarnation"], row["observed_generation"]) == (1, 3)
         assert rig.value("select epoch from node_liveness where node_id = %s", node.node_id) == 1
         assert rig.queued("node") == {node.node_id}
+        assert rig.rings == ["bc_work"]
         assert rig.value("select connectivity from node where node_id = %s", node.node_id) == "never"
         assert rig.metric("sessions") == 1
 
@@ -236,3 +239,20 @@ async def test_two_dials_of_one_node_in_the_same_moment_are_one_session(rig: Rig
         await eventually(lambda: gateway.statistics().sessions == 1, "one is left")
         survivor = next(agent for agent in agents if agent.end is None)
         assert (await survivor.expect(Welcome)).epoch == rig.session(node)["epoch"]
+
+
+async def test_a_session_that_is_over_is_freed_without_the_collector(rig: Rig):
+    node = rig.add_node()
+    async with rig.gateway() as gateway:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                agent = await rig.join_session(node)
+                agent.say(Heartbeat(sequence=1))
+                agent.leave()
+                await eventually(lambda: gateway.statistics().connections == 0, "gone")
+            await eventually(lambda: not rig.session(node)["open"], "closed")
+            assert [kept for kept in gc.get_objects() if isinstance(kept, Session)] == []
+        finally:
+            gc.enable()
