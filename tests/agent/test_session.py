@@ -99,6 +99,7 @@ async def test_a_gateway_that_says_nothing_is_waited_for_a_minute(tmp_path: Path
 
 async def test_two_missed_pings_end_the_session(tmp_path: Path, autojump_clock: object):
     async with open_rig(tmp_path) as rig, rig.open_session() as agent:
+        await trio.testing.wait_all_tasks_blocked()
         began = trio.current_time()
         rig.gateway.session.freeze()
         while agent.connection.connected:
