@@ -285,7 +285,8 @@ class _Connection(TCPServer):
             with trio.move_on_after(SEND_STALL_S, shield=True) as stalled:
                 try:
                     await self.stream.send_all(event.data)
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                except (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError):
+                    # Busy is upstream's own farewell, which does not take the lock: it is closing.
                     await self.protocol.handle(Closed())
             if stalled.cancelled_caught:
                 self.kill()
