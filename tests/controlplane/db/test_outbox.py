@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psycopg
