@@ -206,7 +206,7 @@ async def _open_pool(common: _Common, user: str) -> AsyncGenerator[Database]:
         if retries:
             common.metrics.db.tx_retries.of(user).inc(retries)
 
-    async with open_database(settings, observe=observe) as database:
+    async with open_database(settings, observe=observe, ring=common.doorbell.ring) as database:
         yield database
 
 
@@ -243,7 +243,6 @@ async def _open_api(common: _Common, wakes: _Wakes) -> AsyncGenerator[ApiPart]:
             iam=Gate(EmbeddedIam(database), common.metrics.iam),
             clock=common.clock,
             ids=common.ids,
-            doorbell=common.doorbell,
             metrics=common.metrics,
             signer=keys.intent.signer,
             join=JoinAdvice(url=config.gateway.endpoints[0], pin=keys.pin),
@@ -280,7 +279,6 @@ async def _open_gateway(
             tls=serving,
             bundle=keys.bundle,
             relay=relay,
-            ring=common.doorbell.ring,
             metrics=common.metrics.gateway,
             ids=common.ids,
         ) as gateway,
@@ -304,7 +302,6 @@ async def _open_workers(common: _Common, wakes: _Wakes) -> AsyncGenerator[Driver
         parts = WorkerParts(
             database=database,
             tools=LedgerTools(signer=keyring.signer, ids=common.ids),
-            doorbell=common.doorbell,
         )
         if "sinks" in roles:
             nursery.start_soon(partial(run_sinks, database, holder=worker_id, rng=common.rng))

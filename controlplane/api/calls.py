@@ -20,14 +20,13 @@ with the same idempotency key takes over one that was cut off. `perform` must be
 draft's state. An ApiError from `perform` undoes its transaction, and `reject` follows.
 
 Handlers raise `controlplane.errors` and may run more than once (a retried transaction): they have no
-effect but their statements. Nothing is notified inside; `Outcome.rings` names the channels to ring
-after the commit.
+effect but their statements. Who waits for what they write is woken after the commit (`Tx.wake`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 import msgspec
 
@@ -46,10 +45,6 @@ if TYPE_CHECKING:
 
 LIMIT_DEFAULT = 100
 LIMIT_MAX = 500
-# Beside the events of a change there may be work in the queue.
-RING_EVENTS = ("bc_events",)
-RING_WORK = ("bc_events", "bc_work")
-RING_GATEWAY = ("bc_events", "bc_work", "bc_gateway")
 
 T = TypeVar("T")
 
@@ -88,12 +83,6 @@ class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     next_cursor: str | None = None
 
 
-class Rings(Protocol):
-    """The doorbell: see `controlplane.db.notify.Doorbell`."""
-
-    def ring(self, channel: str, payload: str = "") -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class JoinAdvice:
     """What a server needs to join beside a token: where, and the pin of the trust bundle."""
@@ -110,7 +99,6 @@ class ApiContext:
     iam: Gate
     clock: Clock
     ids: IdSource
-    doorbell: Rings
     metrics: Metrics
     signer: IntentSigner
     join: JoinAdvice
@@ -149,7 +137,6 @@ class Outcome(Generic[O]):
         secrets: fields of the answer that are shown once: they are merged into `data` for the first
             answer, and never stored.
         detail: added to the audit row beside the input.
-        rings: channels to wake after the commit.
         forget_credential: public id of a credential that ended: cached authentications of it go.
         forget_scopes: the tree of tenants changed: cached answers on who sees what go.
     """
@@ -158,7 +145,6 @@ class Outcome(Generic[O]):
     resource_id: str = ""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str])
     detail: Mapping[str, object] = field(default_factory=dict[str, object])
-    rings: tuple[str, ...] = RING_EVENTS
     forget_credential: str = ""
     forget_scopes: bool = False
 

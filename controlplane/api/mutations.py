@@ -67,8 +67,6 @@ async def run_mutation(call: Call, method: AnyMutation, typed: Any) -> Answer:  
         raise
     if isinstance(done, Answer):
         return done
-    for channel in done.rings:
-        call.context.doorbell.ring(channel)
     if done.forget_credential:
         iam.forget_credential(done.forget_credential)
     if done.forget_scopes:

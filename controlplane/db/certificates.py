@@ -95,6 +95,7 @@ def readmit_node(tx: Tx, node_id: int, admission: Admission) -> int | None:
     Its earlier certificates are revoked, its session is over: the epoch moves, so that nothing that
     the earlier agent's gateway still has in hand is written.
     """
+    tx.wake("bc_gateway", str(node_id))
     return tx.value(
         f"""
         with revoked as (
@@ -235,6 +236,8 @@ def revoke_authorization(tx: Tx, node_id: int, *, reason: str) -> bool:
 
     The session's epoch moves, so a gateway that still has the stream can write nothing for it.
     """
+    # its gateway looks, and finds that the session is over
+    tx.wake("bc_gateway", str(node_id))
     revoked = tx.value(
         """
         with silenced as (

@@ -93,6 +93,7 @@ def insert_command(
     created_by: str,
     now: datetime,
 ) -> Command:
+    tx.wake("bc_gateway", str(node_id))
     command = tx.row(
         Command,
         f"""

@@ -6,7 +6,7 @@ that commits late, at the price that one long transaction holds the readers back
 timeouts bound that.  Event order is therefore the order of transaction ids, which two transactions
 that touch the same row always agree on.
 
-Nothing here notifies. Whoever ran the transaction rings the doorbell "bc_events" after it.
+Readers are woken by the channel "bc_events", after the commit (`Tx.wake`).
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def publish(tx: Tx, kind: str, subject: str, data: Mapping[str, object], *, tena
             "data": msgspec.json.encode(data).decode(),
         },
     )
+    tx.wake("bc_events")
 
 
 def read_after(

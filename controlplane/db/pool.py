@@ -30,10 +30,10 @@ import trio
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from controlplane.db.tx import DatabaseUnavailable, NestedTransaction, Tx, run_transaction, translated
+from controlplane.db.tx import DatabaseUnavailable, NestedTransaction, Tx, UnknownCommit, run_transaction, translated
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator, Iterable
     from random import Random
 
 P = ParamSpec("P")
@@ -169,11 +169,17 @@ class _Lane:
 
 
 class _PooledDatabase:
-    def __init__(self, config: DatabaseConfig, observe: Callable[[float, int], None] | None) -> None:
+    def __init__(
+        self,
+        config: DatabaseConfig,
+        observe: Callable[[float, int], None] | None,
+        ring: Callable[[str, str], None] | None,
+    ) -> None:
         self._pool_size = config.pool_size
         self._common = _Lane(config, config.pool_size, "common")
         self._leases = _Lane(config, 1, "leases")
         self._observe = observe
+        self._ring = ring
         # Spreads retries; not a secret.  Used from many threads, which `Random` allows.
         self._rng = random.Random()  # noqa: S311
         self._transactions = 0
@@ -214,9 +220,12 @@ class _PooledDatabase:
         started = trio.current_time()
         attempts = _Attempts()
         try:
-            return await trio.to_thread.run_sync(
+            result = await trio.to_thread.run_sync(
                 partial(_run_in_thread, lane, fn, attempts, self._rng), limiter=lane.limiter, abandon_on_cancel=False
             )
+        except UnknownCommit:
+            self._wake(attempts)  # it may have happened, and a wake-up for nothing costs a look
+            raise
         except DatabaseUnavailable:
             self._unavailable += 1
             raise
@@ -225,33 +234,55 @@ class _PooledDatabase:
             self._retries += attempts.retries
             if self._observe is not None:
                 self._observe(trio.current_time() - started, attempts.retries)
+        self._wake(attempts)
+        return result
+
+    def _wake(self, attempts: _Attempts) -> None:
+        if self._ring is not None:
+            for channel, payload in attempts.wakes:
+                self._ring(channel, payload)
 
 
 @dataclass(slots=True)
 class _Attempts:
     retries: int = 0
+    wakes: tuple[tuple[str, str], ...] = ()
 
     def add(self) -> None:
         self.retries += 1
+
+    def note_wakes(self, wakes: Iterable[tuple[str, str]]) -> None:
+        self.wakes = tuple(wakes)
 
 
 def _run_in_thread(lane: _Lane, fn: Callable[[Tx], T], attempts: _Attempts, rng: Random) -> T:
     _in_transaction.set(True)  # in the thread's own copy of the caller's context
     with lane.connection() as conn:
-        return run_transaction(conn, fn, check=trio.from_thread.check_cancelled, rng=rng, on_retry=attempts.add)
+        return run_transaction(
+            conn,
+            fn,
+            check=trio.from_thread.check_cancelled,
+            rng=rng,
+            on_retry=attempts.add,
+            on_written=attempts.note_wakes,
+        )
 
 
 @asynccontextmanager
 async def open_database(
-    config: DatabaseConfig, *, observe: Callable[[float, int], None] | None = None
+    config: DatabaseConfig,
+    *,
+    observe: Callable[[float, int], None] | None = None,
+    ring: Callable[[str, str], None] | None = None,
 ) -> AsyncGenerator[Database]:
     """Open the pool for the time of the body.
 
     `observe` is called for every transaction, on the event loop, with the seconds that it took
-    from the call on and the number of its retries.  Raises DatabaseUnavailable if the database
+    from the call on and the number of its retries. `ring` is called after a commit for each
+    (channel, payload) that the transaction wants woken: `Doorbell.ring`.  Raises DatabaseUnavailable if the database
     cannot be reached now; later it may come and go.
     """
-    database = _PooledDatabase(config, observe)
+    database = _PooledDatabase(config, observe, ring)
     threads = trio.CapacityLimiter(1)
     await trio.to_thread.run_sync(_probe, config, limiter=threads)
     await trio.to_thread.run_sync(database.open, limiter=threads)

@@ -85,7 +85,7 @@ def enqueue(tx: Tx, queue: Queue, keys: Iterable[str]) -> None:
     """Have each key run after this transaction, at once even if it was backing off or waiting for a later time.
 
     To be called late in the transaction: it locks the keys' rows, and a run that ends must wait for them.
-    Whoever ran the transaction then rings the doorbell: channel "bc_work", the queue as payload.
+    Workers are woken by the channel "bc_work", with the queue as payload.
     """
     unique = sorted(set(keys))
     if unique:
@@ -93,6 +93,7 @@ def enqueue(tx: Tx, queue: Queue, keys: Iterable[str]) -> None:
             "select enqueue_work(%s::text[], %s::text[], %s::int2[])",
             ([queue] * len(unique), unique, [shard_of(key) for key in unique]),
         )
+        tx.wake("bc_work", queue)
 
 
 def enqueue_missing(tx: Tx, queue: Queue, keys: Iterable[str]) -> int:

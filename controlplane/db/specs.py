@@ -64,7 +64,10 @@ def load_entries(tx: Tx, node_id: int) -> list[SpecEntry]:
 
 
 def store_spec(tx: Tx, node_id: int, *, incarnation: int, generation: int, envelope: bytes, now: datetime) -> None:
-    """Replace the node's spec. Raises CheckConflict (node_spec_forward_only) if it is not newer."""
+    """Replace the node's spec, and have its gateway look.
+
+    Raises CheckConflict (node_spec_forward_only) if it is not newer.
+    """
     tx.execute(
         """
         insert into node_spec as s (node_id, incarnation, generation, envelope, written_at)
@@ -81,6 +84,7 @@ def store_spec(tx: Tx, node_id: int, *, incarnation: int, generation: int, envel
             "now": now,
         },
     )
+    tx.wake("bc_gateway", str(node_id))
 
 
 def load_spec_envelope(tx: Tx, node_id: int) -> bytes | None:

@@ -181,6 +181,11 @@ class Tx:
         self._conn = conn
         self._give_up = give_up
         self._check = check
+        self.wakes: dict[tuple[str, str], None] = {}
+
+    def wake(self, channel: str, payload: str = "") -> None:
+        """Have whoever waits on the channel woken once this is committed; the functions that write do it."""
+        self.wakes[channel, payload] = None
 
     def execute(self, sql: Statement, params: Parameters = ()) -> int:
         """Run a statement; return the number of rows that it touched."""
@@ -241,6 +246,10 @@ def _raise_translated(exc: psycopg.Error) -> NoReturn:
     raise ours from exc
 
 
+def _nobody_waits(_: Iterable[tuple[str, str]]) -> None:
+    pass
+
+
 def run_transaction(
     conn: psycopg.Connection[Any],
     fn: Callable[[Tx], T],
@@ -248,19 +257,23 @@ def run_transaction(
     check: Callable[[], None],
     rng: Random,
     on_retry: Callable[[], None],
+    on_written: Callable[[Iterable[tuple[str, str]]], None] = _nobody_waits,
 ) -> T:
     """Run `fn` in a transaction of its own and commit it; see the module for the outcomes.
 
     The connection is in autocommit mode: BEGIN is ours, so that `savepoint` never begins one.
     Blocks for at most TX_DEADLINE_S plus one statement.  `check` is called between statements and
-    may raise; `on_retry` is called before each further attempt.
+    may raise; `on_retry` is called before each further attempt, and `on_written` before the commit
+    with whom to wake after it.
     """
     give_up = time.monotonic() + TX_DEADLINE_S
     attempt = 1
     while True:
         try:
             _begin(conn)
-            result = fn(Tx(conn, give_up=give_up, check=check))
+            tx = Tx(conn, give_up=give_up, check=check)
+            result = fn(tx)
+            on_written(tx.wakes)
             _commit(conn)
         except Contention:
             _roll_back(conn)

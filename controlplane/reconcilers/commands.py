@@ -15,7 +15,6 @@ from controlplane.reconcilers.reconciler import PeriodicJob
 
 if TYPE_CHECKING:
     from controlplane.db.leases import Fence
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
 
 _log = structlog.get_logger()
@@ -25,7 +24,7 @@ PERIOD_S = 5.0
 DEADLINE_S = 60.0
 
 
-def command_sweeper(db: Database, doorbell: Doorbell) -> PeriodicJob:
+def command_sweeper(db: Database) -> PeriodicJob:
     """Ends commands that were never handed over in time, or that nobody can answer for any more."""
 
     async def run(_fence: Fence) -> None:
@@ -39,8 +38,5 @@ def command_sweeper(db: Database, doorbell: Doorbell) -> PeriodicJob:
         for command in overdue:
             if await db.run_tx(sweep_one, command):
                 _log.warning("command.swept", command=command.public_id, state=command.state, code=command.code)
-        if overdue:
-            doorbell.ring("bc_events")
-            doorbell.ring("bc_work")
 
     return PeriodicJob(name="command-sweeper", role="controllers", period_s=PERIOD_S, deadline_s=DEADLINE_S, run=run)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from controlplane.capacity.place import LedgerTools
     from controlplane.db.inbox import NodeKeys, StoredReport
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.db.tx import Tx
     from controlplane.queue.outcome import Outcome
@@ -119,15 +118,13 @@ def _apply_to_allocation(
             return evidence.apply_released(tx, tools, reservation, hold, payload, envelope=report.envelope, now=now)
 
 
-def inbox_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -> Reconciler:
+def inbox_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
     """Turns signed reports into ledger facts, one node at a time and in order."""
 
     async def reconcile(key: str) -> Outcome:
         reports = await db.run_tx(inbox.load_reports, int(key), limit=REPORTS_PER_RUN)
         for report in reports:
             await db.run_tx(process_report, tools, report)
-        for channel in ("bc_events", "bc_gateway", "bc_work"):
-            doorbell.ring(channel)
         return Again(0) if len(reports) == REPORTS_PER_RUN else Done()
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:

@@ -24,7 +24,6 @@ from shared.wire import SESSION_LEASE_S
 
 if TYPE_CHECKING:
     from controlplane.db.leases import Fence
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.db.tx import Tx
 
@@ -79,7 +78,7 @@ def wake_back_in_touch(tx: Tx) -> int:
     return len(found)
 
 
-def liveness_job(db: Database, doorbell: Doorbell) -> PeriodicJob:
+def liveness_job(db: Database) -> PeriodicJob:
     """Compares what is marked with who was heard, every few seconds."""
     watch = Watch()
 
@@ -90,11 +89,8 @@ def liveness_job(db: Database, doorbell: Doorbell) -> PeriodicJob:
             marked += batch
             if batch < BATCH:
                 break
-        woken = await db.run_tx(wake_back_in_touch)
+        await db.run_tx(wake_back_in_touch)
         if marked:
             _log.warning("nodes.unreachable", nodes=marked)
-        if marked or woken:
-            doorbell.ring("bc_events")
-            doorbell.ring("bc_work")
 
     return PeriodicJob(name="liveness", role="controllers", period_s=PERIOD_S, deadline_s=DEADLINE_S, run=run)

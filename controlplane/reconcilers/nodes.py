@@ -13,21 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controlplane.capacity.place import LedgerTools
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.queue.outcome import Outcome
 
 
-def node_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -> Reconciler:
+def node_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
     """Does what is due for a node; every Hello, every changed section and every command's end enqueues it."""
 
     async def reconcile(key: str) -> Outcome:
         stepped = await db.run_tx(step, tools, int(key))
         for reservation_id in stepped.impairment:
             await db.run_tx(update_impairment, reservation_id)
-        if stepped.acted or stepped.impairment:
-            for channel in ("bc_events", "bc_gateway", "bc_work"):
-                doorbell.ring(channel)
         return Done()
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:

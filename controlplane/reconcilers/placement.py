@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controlplane.capacity.place import LedgerTools
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.queue.outcome import Outcome
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 RECHECK_S = 30.0
 
 
-def placement_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -> Reconciler:
+def placement_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
     """Gives queued reservations what has become free, oldest first."""
 
     async def reconcile(key: str) -> Outcome:
@@ -31,13 +30,10 @@ def placement_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -
         for reservation_id in queued:
             left = await db.run_tx(place_queued, tools, reservation_id, full)
             if left is None:
-                for channel in ("bc_events", "bc_gateway", "bc_work"):
-                    doorbell.ring(channel)
                 continue
             waiting += 1
             if left.shape is not None:
                 full[left.shape] = left.reason
-        doorbell.ring("bc_events")
         return Again(RECHECK_S) if waiting else Done()
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:

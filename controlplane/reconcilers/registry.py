@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from controlplane.model.queues import QUEUES
 from controlplane.reconcilers.commands import command_sweeper
 from controlplane.reconcilers.housekeeping import housekeeping
+from controlplane.reconcilers.iam_upkeep import iam_upkeep
 from controlplane.reconcilers.inbox import inbox_reconciler
 from controlplane.reconcilers.liveness import liveness_job
 from controlplane.reconcilers.nodes import node_reconciler
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from controlplane.capacity.place import LedgerTools
     from controlplane.config import Role
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.model.queues import Queue, ShardedRole
     from controlplane.reconcilers.reconciler import PeriodicJob, Reconciler
@@ -67,12 +67,11 @@ class WorkerParts:
 
     database: Database
     tools: LedgerTools
-    doorbell: Doorbell
 
 
 def build_registry(parts: WorkerParts) -> Registry:
     """Describe every reconciler and job of the control plane, with what they need to work."""
-    ledger = (parts.database, parts.tools, parts.doorbell)
+    ledger = (parts.database, parts.tools)
     registry = Registry(
         reconcilers=(
             inbox_reconciler(*ledger),
@@ -82,9 +81,10 @@ def build_registry(parts: WorkerParts) -> Registry:
             spec_reconciler(*ledger),
         ),
         jobs=(
-            liveness_job(parts.database, parts.doorbell),
-            command_sweeper(parts.database, parts.doorbell),
+            liveness_job(parts.database),
+            command_sweeper(parts.database),
             housekeeping(parts.database),
+            iam_upkeep(parts.database),
         ),
     )
     assert not (unserved := registry.unserved()), f"keys of {sorted(unserved)} would never be run"

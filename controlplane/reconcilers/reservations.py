@@ -13,18 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controlplane.capacity.place import LedgerTools
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.queue.outcome import Outcome
 
 
-def reservation_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -> Reconciler:
+def reservation_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
     """Window opens, bind times out, window closes, queue deadline passes, draft is forgotten."""
 
     async def reconcile(key: str) -> Outcome:
         due = await db.run_tx(step, tools, int(key))
-        for channel in ("bc_events", "bc_gateway", "bc_work"):
-            doorbell.ring(channel)
         return Done() if due is None else Again(due.total_seconds())
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controlplane.capacity.place import LedgerTools
-    from controlplane.db.notify import Doorbell
     from controlplane.db.pool import Database
     from controlplane.db.tx import Tx
     from controlplane.queue.outcome import Outcome
@@ -66,12 +65,11 @@ def _is_current(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
     )
 
 
-def spec_reconciler(db: Database, tools: LedgerTools, doorbell: Doorbell) -> Reconciler:
+def spec_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
     """Rewrites specs that are not what they should be."""
 
     async def reconcile(key: str) -> Outcome:
-        if await db.run_tx(rewrite_if_stale, tools, int(key)):
-            doorbell.ring("bc_gateway")
+        await db.run_tx(rewrite_if_stale, tools, int(key))
         return Done()
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:

@@ -136,20 +136,72 @@ QUOTA = {
     "memory_mib_max": 1_048_576,
     "memory_mib_used": 65_536,
 }
-EVENT = {
+EVENT: dict[str, Any] = {
     "id": "evt_1",
     "at": "2030-01-01T10:00:00.123456Z",
     "kind": "reservation.active",
     "subject": ACTIVE["id"],
-    "data": {"gpus": 16, "gpus_per_node": 8, "nodes": 2, "cause": None},
+    "data": {
+        "pool": "h100",
+        "gpu_model": "H100",
+        "nodes": ["h100-03", "h100-04"],
+        "node_count": 2,
+        "whole_node": False,
+        "gpus": 16,
+        "gpus_per_node": 8,
+        "vcpus": 0,
+        "memory_mib": 0,
+        "cdi_name": "",
+    },
 }
 EVENTS = [
-    {**EVENT, "kind": "reservation.released", "data": {"gpus": 2, "nodes": 1, "cause": "released_by_holder"}},
+    {
+        **EVENT,
+        "kind": "reservation.released",
+        "data": {
+            **EVENT["data"],
+            "nodes": ["h100-03"],
+            "node_count": 1,
+            "gpus": 2,
+            "gpus_per_node": 2,
+            "cause": "released_by_holder",
+        },
+    },
     EVENT,
+    {
+        **EVENT,
+        "kind": "reservation.queued",
+        "data": {**EVENT["data"], "nodes": [], "reason": "most free on one node: 4"},
+    },
+    {
+        **EVENT,
+        "data": {
+            **EVENT["data"],
+            "gpu_model": None,
+            "gpus": 0,
+            "vcpus": 6,
+            "nodes": [f"cpu-{n}" for n in range(6)],
+            "node_count": 6,
+        },
+    },
     {
         **EVENT,
         "kind": "node.cordoned",
         "subject": NODE["id"],
         "data": {"name": "h100-02", "reason": "fan \x1b[31m noise"},
+    },
+    {
+        **EVENT,
+        "kind": "node.condition",
+        "subject": NODE["id"],
+        "data": {
+            "name": "h100-02",
+            "pool": "h100",
+            "raised": [
+                {"kind": "gpu.worn_out", "slot": 3, "severity": "critical", "reason": "no spare row"},
+                {"kind": "driver.hung", "slot": None, "severity": "critical", "reason": "reboot"},
+            ],
+            "cleared": [],
+        },
     },
 ]

@@ -136,19 +136,18 @@ async def open_api(
 
     `wrap_iam` may put something between the gate and the embedded IAM.
     """
-    async with open_database(DatabaseConfig(dsn.api, pool_size=4)) as pool:
+    rings = RecordedRings()
+    async with open_database(DatabaseConfig(dsn.api, pool_size=4), ring=rings.ring) as pool:
         used = database or pool
         ids = IdSource(SystemClock())
         root = await pool.run_tx(ensure_root, ids)
         assert root.key is not None, "a fresh database"
         metrics = Metrics(CollectorRegistry())
-        rings = RecordedRings()
         context = ApiContext(
             db=used,
             iam=Gate(wrap_iam(EmbeddedIam(used)), metrics.iam),
             clock=SystemClock(),
             ids=ids,
-            doorbell=rings,
             metrics=metrics,
             signer=IntentSigner(Ed25519PrivateKey.generate()),
             join=JoinAdvice(url="https://gateway.test:7443", pin="sha256:" + 64 * "0"),

@@ -237,7 +237,6 @@ class Rig:
             tls=server_context(self.server.path, None, self.node_ca.pem),
             bundle=self.bundle,
             relay=self.relay,
-            ring=self.rings.append,
             metrics=self.metrics.gateway,
             ids=IdSource(SystemClock()),
             rng=random.Random(1),
@@ -408,7 +407,12 @@ async def eventually(true: Callable[[], bool], what: str) -> None:
 
 @asynccontextmanager
 async def open_rig(dsn: Dsn, directory: Path) -> AsyncGenerator[Rig]:
-    async with open_database(DatabaseConfig(dsn.gateway, pool_size=4)) as db, trio.open_nursery() as nursery:
+    rings: list[str] = []
+    config = DatabaseConfig(dsn.gateway, pool_size=4)
+    async with (
+        open_database(config, ring=lambda channel, _: rings.append(channel)) as db,
+        trio.open_nursery() as nursery,
+    ):
         server = issue_server_certificate(directory, "127.0.0.1")
-        yield Rig(dsn, directory, db, nursery, server, NodeCa())
+        yield Rig(dsn, directory, db, nursery, server, NodeCa(), rings=rings)
         nursery.cancel_scope.cancel("the test is over")

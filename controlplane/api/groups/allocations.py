@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import msgspec
 
 from controlplane.api import resolve
-from controlplane.api.calls import RING_GATEWAY, Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
+from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import decode_cursor, make_page
 from controlplane.api.fields import Instant, Ref
 from controlplane.capacity.place import LedgerTools
@@ -138,7 +138,7 @@ def _force(tx: Tx, call: Call, typed: ForceRelease, target: Target[AllocationRow
             f"id: {row.node_name} is connected and can let go itself: evict {row.reservation}, and it will",
             field="id",
         )
-    return Outcome(_shown(_find(tx, call, row.public_id)), detail={"reason": typed.reason}, rings=RING_GATEWAY)
+    return Outcome(_shown(_find(tx, call, row.public_id)), detail={"reason": typed.reason})
 
 
 METHODS = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from controlplane.api import resolve
-from controlplane.api.calls import RING_GATEWAY, Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
+from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import decode_cursor, make_page
 from controlplane.api.fields import Instant, Ref
 from controlplane.db import commands
@@ -147,7 +147,7 @@ def _create(tx: Tx, call: Call, typed: CreateCommand, target: Target[NodeRow]) -
         ids=call.context.ids,
         now=load_now(tx),
     )
-    return Outcome(_shown(command), resource_id=command.public_id, rings=RING_GATEWAY)
+    return Outcome(_shown(command), resource_id=command.public_id)
 
 
 def _load(tx: Tx, call: Call, typed: CancelCommand) -> Target[commands.Command]:
@@ -161,7 +161,7 @@ def _cancel(tx: Tx, call: Call, typed: CancelCommand, target: Target[commands.Co
     if not fleet_commands.cancel(tx, row.public_id, now=load_now(tx)):
         state = _find(tx, call, row.public_id).state
         raise Conflict(f"id: {row.public_id} is {state}; only a queued command can be cancelled", field="id")
-    return Outcome(_shown(_find(tx, call, row.public_id)), rings=RING_GATEWAY)
+    return Outcome(_shown(_find(tx, call, row.public_id)))
 
 
 METHODS = (

@@ -12,8 +12,6 @@ import msgspec
 
 from controlplane.api import resolve
 from controlplane.api.calls import (
-    RING_GATEWAY,
-    RING_WORK,
     Idempotent,
     Input,
     ListInput,
@@ -203,8 +201,8 @@ def _lock(tx: Tx, row: NodeRow) -> LifecycleNode:
     return node
 
 
-def _done(tx: Tx, call: Call, row: NodeRow, rings: tuple[str, ...] = RING_WORK) -> Outcome[Node]:
-    return Outcome(_show(tx, call, row.public_id), rings=rings)
+def _done(tx: Tx, call: Call, row: NodeRow) -> Outcome[Node]:
+    return Outcome(_show(tx, call, row.public_id))
 
 
 def _cordon(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
@@ -269,7 +267,7 @@ def _revoke(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow
     node = _lock(tx, target.row)
     if certificates.revoke_authorization(tx, node.node_id, reason=typed.reason or f"by {call.principal.name}"):
         lifecycle.tell(tx, node, "revoked", reason=typed.reason)
-    return _done(tx, call, target.row, RING_GATEWAY)
+    return _done(tx, call, target.row)
 
 
 def _decommission(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
@@ -279,7 +277,7 @@ def _decommission(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[N
         fix = "nodes/forceDecommission lets go of them" if node.connectivity == "unreachable" else "drain it first"
         raise Conflict(f"node: {node.name} still has {len(holders)} reservations ({names}); {fix}", field="node")
     retire.decommission(tx, node, reason=typed.reason, now=load_now(tx))
-    return Outcome(Gone(id=node.public_id, name=node.name, released=[]), rings=RING_GATEWAY)
+    return Outcome(Gone(id=node.public_id, name=node.name, released=[]))
 
 
 def _force(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
@@ -297,7 +295,7 @@ def _force(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]
         )
     retire.decommission(tx, node, reason=typed.reason, now=now)
     gone = Gone(id=node.public_id, name=node.name, released=holders)
-    return Outcome(gone, detail={"released": holders}, rings=RING_GATEWAY)
+    return Outcome(gone, detail={"released": holders})
 
 
 METHODS = (

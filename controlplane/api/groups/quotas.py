@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from controlplane.api import guards, resolve
-from controlplane.api.calls import RING_WORK, Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
+from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Count, Instant, Mebibytes, Ref, Version
 from controlplane.db import outbox, queue, tenancy
@@ -204,7 +204,7 @@ def _update(tx: Tx, call: Call, typed: UpdateQuota, target: Target[tenancy.Quota
     guards.check_changed(changed, what=f"quota {row.public_id}")
     _retry_waiting(tx, row)
     outbox.publish(tx, "quota.updated", row.public_id, {}, tenant_id=row.tenant_id)
-    return Outcome(_reload(tx, row.public_id), rings=RING_WORK)
+    return Outcome(_reload(tx, row.public_id))
 
 
 def _delete(tx: Tx, call: Call, typed: DeleteQuota, target: Target[tenancy.Quota]) -> Outcome[Quota]:
@@ -213,7 +213,7 @@ def _delete(tx: Tx, call: Call, typed: DeleteQuota, target: Target[tenancy.Quota
     guards.check_changed(changed, what=f"quota {row.public_id}")
     _retry_waiting(tx, row)
     outbox.publish(tx, "quota.deleted", row.public_id, {}, tenant_id=row.tenant_id)
-    return Outcome(_shown(row), rings=RING_WORK)
+    return Outcome(_shown(row))
 
 
 METHODS = (

@@ -12,7 +12,7 @@ from datetime import UTC, timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.api import cursors, guards, resolve
-from controlplane.api.calls import RING_GATEWAY, Drafted, Mutation, Outcome, Page, Read, Target
+from controlplane.api.calls import Drafted, Mutation, Outcome, Page, Read, Target
 from controlplane.api.groups.reservation_structs import (
     Asked,
     CreateInput,
@@ -178,7 +178,7 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
         result = place(tx, _tools(call), row, load_now(tx))
         if not isinstance(result, Placed):
             _wait_or_refuse(tx, given, row, result)
-    return Outcome(data=_view(tx, row.reservation_id), resource_id=row.public_id, rings=RING_GATEWAY)
+    return Outcome(data=_view(tx, row.reservation_id), resource_id=row.public_id)
 
 
 def _wait_or_refuse(tx: Tx, given: CreateInput, row: Reservation, short: NoPlan | QuotaShort) -> None:
@@ -277,7 +277,7 @@ def _release(tx: Tx, call: Call, _: ReleaseInput, target: Target[Reservation]) -
     elif row.state in ("binding", "active"):
         ending.end(tx, _tools(call), row, now, cause="released_by_holder")
     # releasing and ended: asking again is the same wish
-    return Outcome(data=_view(tx, row.reservation_id), rings=RING_GATEWAY)
+    return Outcome(data=_view(tx, row.reservation_id))
 
 
 def _evict(tx: Tx, call: Call, given: EvictInput, target: Target[Reservation]) -> Outcome[ReservationView]:
@@ -287,7 +287,7 @@ def _evict(tx: Tx, call: Call, given: EvictInput, target: Target[Reservation]) -
         ending.cancel(tx, row, now, cause="evicted_by_operator", detail=given.reason)
     elif row.state in ("binding", "active"):
         ending.end(tx, _tools(call), row, now, cause="evicted_by_operator", detail=given.reason)
-    return Outcome(data=_view(tx, row.reservation_id), rings=RING_GATEWAY)
+    return Outcome(data=_view(tx, row.reservation_id))
 
 
 def _lock(tx: Tx, target: Target[Reservation]) -> Reservation:
@@ -333,7 +333,7 @@ def _move_end(
     refused = windows.move_end(tx, _tools(call), row, end, load_now(tx))
     if refused is not None:
         raise refused
-    return Outcome(data=_view(tx, row.reservation_id), rings=RING_GATEWAY)
+    return Outcome(data=_view(tx, row.reservation_id))
 
 
 METHODS = (

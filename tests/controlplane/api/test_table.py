@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from controlplane.api.calls import Read
+from controlplane.api.calls import Drafted, Read
 from controlplane.api.groups import sites
 from controlplane.api.methods import BadMethodTable, load_methods
 from controlplane.iam.catalog import ACTIONS
@@ -123,7 +123,9 @@ async def test_a_denied_mutation_changes_nothing_and_is_audited(dsn: Dsn, subtes
                 before = _state(dsn)
                 assert (await api.call(path, **examples(world)[path])).code == "DENIED"
                 assert [action for action, _ in spies[0].asked] == [TABLE[path].action]
-                assert (_state(dsn), api.rings.rung) == (before, [])
+                assert _state(dsn) == before
+                if not isinstance(TABLE[path], Drafted):  # a draft's end is an event
+                    assert api.rings.rung == []
                 (row,) = _rows(dsn, "select action, decision, reason from audit_event order by seq desc limit 1")
                 assert row == (TABLE[path].action, "deny", "told so")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from controlplane.capacity.lifecycle import step
 from controlplane.capacity.place import Placed, QuotaShort
 from controlplane.model.evidence import Applied, Refused
 from controlplane.model.planner import NoPlan
@@ -230,6 +231,20 @@ async def test_a_bind_that_is_not_confirmed_ends_by_tombstone(dsn: Dsn) -> None:
         reservation = await fleet.step(reservation)
         assert (reservation.state, reservation.end_cause) == ("releasing", "bind_failed")
         assert len((await fleet.spec(fleet.nodes[0])).tombstones) == 1
+
+
+@pytest.mark.parametrize(("start_s", "duration_s", "looks_after_s"), [(0, 60, 60), (0, 3600, 300), (60, 45, 45)])
+async def test_a_window_shorter_than_the_bind_timeout_ends_in_time(
+    dsn: Dsn, start_s: int, duration_s: int, looks_after_s: int
+) -> None:
+    """Its becoming active wakes nobody, so the look from before must be early enough."""
+    async with open_fleet(dsn) as fleet:
+        reservation = await fleet.reserve(1, start_s=start_s or None, duration_s=duration_s)
+        fleet.advance(start_s)
+        due = await fleet.run(step, fleet.tools, reservation.reservation_id)
+        assert due is not None
+        assert (await fleet.load(reservation.reservation_id)).state == "binding"
+        assert looks_after_s - 5 < due.total_seconds() <= looks_after_s
 
 
 async def _outlive(fleet: LedgerFleet, seconds: float) -> None:

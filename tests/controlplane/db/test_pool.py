@@ -170,3 +170,22 @@ async def test_the_gateways_role_is_refused_in_our_words(dsn: Dsn) -> None:
     async with open_database(DatabaseConfig(dsn.gateway)) as database:
         with pytest.raises(Forbidden):
             await database.run_tx(lambda tx: tx.execute("delete from booking"))
+
+
+async def test_who_waits_is_woken_after_the_commit_and_only_then(dsn: Dsn) -> None:
+    rung: list[tuple[str, str]] = []
+    async with open_database(DatabaseConfig(dsn.worker, pool_size=1), ring=lambda *ring: rung.append(ring)) as database:
+
+        def write(tx: Tx, *, fails: bool) -> None:
+            tx.wake("bc_work", "node")
+            tx.wake("bc_events")
+            tx.wake("bc_events")
+            assert rung == []
+            if fails:
+                raise ValueError("undone")
+
+        with pytest.raises(ValueError, match="undone"):
+            await database.run_tx(write, fails=True)
+        assert rung == []
+        await database.run_tx(write, fails=False)
+        assert rung == [("bc_work", "node"), ("bc_events", "")]

@@ -24,7 +24,6 @@ from controlplane.model.states import COMMAND_ENDS
 from controlplane.reconcilers.commands import command_sweeper
 from shared.signing import Context, KeyClass, Verifier
 from shared.wire import COMMAND_OUTPUT_BYTES_MAX, CommandPayload, CommandState, CommandUpdate, decode_payload
-from tests.support.api import RecordedRings
 from tests.support.clock import START
 from tests.support.machines import Fleet, Machine, make_machine, open_fleet
 
@@ -204,7 +203,7 @@ async def check_history(fleet: Fleet, said: list[str]) -> None:
 
 
 async def sweep(fleet: Fleet) -> None:
-    await command_sweeper(fleet.db, RecordedRings()).run(Fence("singleton:command-sweeper", "w", 1))  # type: ignore[arg-type]
+    await command_sweeper(fleet.db).run(Fence("singleton:command-sweeper", "w", 1))
 
 
 async def test_cancel_only_what_was_never_handed_over(dsn: Dsn, tmp_path: Path) -> None:
