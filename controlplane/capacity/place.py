@@ -9,18 +9,20 @@ because a retry inside the old one would see its own failed attempt.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, cast
 
 from controlplane.capacity.specs import SpecFull, write_spec
-from controlplane.db import ledger, outbox, quotas, reservations, specs, views
+from controlplane.db import ledger, quotas, reservation_events, reservations, specs, views
 from controlplane.db.queue import enqueue
 from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
 from controlplane.model.planner import NoPlan, plan_placement
 from controlplane.model.requests import PlacementRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from controlplane.db.ledger import Booking
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 BIND_TIMEOUT = timedelta(minutes=5)
 # How far ahead "could start at" looks.
 EARLIEST_HORIZON = timedelta(days=30)
+# Each further plan is one that somebody else's commit spoiled between our look and our lock.
+PLANS_MAX = 8
 GUARDS = frozenset({"booking_no_overlap", "booking_scalar_capacity", "allocation_one_hold"})
 
 
@@ -142,7 +146,7 @@ def _commit_plan(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Pla
         now=now,
     ):
         raise Contended("reservation")
-    announce(tx, reservation, "placed", start=plan.window.start.isoformat(), nodes=len(plan.parts))
+    announce(tx, reservation, "placed", start=plan.window.start.isoformat())
     enqueue(tx, "reservation", [str(reservation.reservation_id)])
     if not plan.starts_now:
         return False
@@ -173,17 +177,31 @@ def plan_and_lock(
 ) -> Plan | NoPlan:
     """Plan on the whole pool, lock the nodes of the plan, and plan again on those as they are now.
 
+    Nodes that were taken meanwhile are let go of, and the pool is planned again: nothing is written
+    yet, so this transaction sees what the faster one did as well as a new one would.
+
     Raises:
-        Contended: they no longer take the request; others may.
+        Contended: others were faster each time.
     """
-    plan = plan_placement(request, views.load_node_views(tx, pool_id), now, horizon)
-    if isinstance(plan, NoPlan):
-        return plan
-    node_ids = [part.node_id for part in plan.parts]
+    for _ in range(PLANS_MAX):
+        plan = plan_placement(request, views.load_node_views(tx, pool_id), now, horizon)
+        if isinstance(plan, NoPlan):
+            return plan
+        # rolling back to the savepoint releases the locks
+        with suppress(_Taken), tx.savepoint():
+            return _lock_and_plan(tx, pool_id, request, [part.node_id for part in plan.parts], now)
+    raise Contended("nodes")
+
+
+class _Taken(Exception):
+    """The nodes no longer take the request; others may."""
+
+
+def _lock_and_plan(tx: Tx, pool_id: int, request: PlacementRequest, node_ids: Sequence[int], now: datetime) -> Plan:
     ledger.lock_nodes(tx, node_ids)
     plan = plan_placement(request, views.load_node_views(tx, pool_id, node_ids), now, None)
     if isinstance(plan, NoPlan):
-        raise Contended(plan.detail)
+        raise _Taken
     return plan
 
 
@@ -237,16 +255,5 @@ def _hold(tx: Tx, tools: LedgerTools, reservation: Reservation, booking: Booking
 
 
 def announce(tx: Tx, reservation: Reservation, what: str, **data: object) -> None:
-    """Publish ``reservation.<what>`` to whoever may see the reservation."""
-    outbox.publish(
-        tx,
-        f"reservation.{what}",
-        reservation.public_id,
-        {
-            "gpus": reservation.gpus,
-            "gpus_per_node": reservation.gpus_per_node,
-            "nodes": reservation.nodes,
-            **data,
-        },
-        tenant_id=reservation.tenant_id,
-    )
+    """Publish ``reservation.<what>`` to whoever may see the reservation, with where it is now."""
+    reservation_events.publish(tx, what, reservation.reservation_id, data)

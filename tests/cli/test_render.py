@@ -43,6 +43,10 @@ def test_reservations(golden: Golden, found: dict[str, Any]) -> None:
     golden.check(f"reservation-{found['state']}.txt", text + "\n")
 
 
+def test_the_feed_says_who_comes_and_goes(golden: Golden) -> None:
+    golden.check("events-feed.txt", "".join(f"{events.feed_line(event)}\n" for event in reversed(EVENTS)))
+
+
 def test_a_record_shows_fields_by_the_kind_of_their_names(golden: Golden) -> None:
     record = {
         "id": "x",
