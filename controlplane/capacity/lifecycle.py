@@ -91,7 +91,7 @@ def _step_placed(tx: Tx, tools: LedgerTools, reservation: Reservation, now: date
         return reservation.window_start - now
     outcome = bind(tx, tools, reservation, now)
     if outcome == "bound":
-        return BIND_TIMEOUT
+        return _next_look(now, now + BIND_TIMEOUT, reservation.window_end)
     condition = "spec_full" if outcome == "spec_full" else "waiting_for_release"
     if reservations.set_condition(tx, reservation.reservation_id, condition, present=True):
         _tell_both_holders(tx, reservation, condition)
@@ -124,9 +124,14 @@ def _step_binding(tx: Tx, tools: LedgerTools, reservation: Reservation, now: dat
         return NOTHING_DUE
     assert reservation.bind_deadline is not None, "set with the state"
     if now < reservation.bind_deadline:
-        return reservation.bind_deadline - now
+        return _next_look(now, reservation.bind_deadline, reservation.window_end)
     ending.end(tx, tools, reservation, now, cause="bind_failed", detail="the node did not confirm in time")
     return NOTHING_DUE
+
+
+def _next_look(now: datetime, deadline: datetime, window_end: datetime | None) -> timedelta:
+    """A bound reservation is not looked at before, so a window that is shorter than the deadline counts too."""
+    return (deadline if window_end is None else min(deadline, window_end)) - now
 
 
 def _step_active(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
