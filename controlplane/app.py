@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from controlplane.api.sse import EventHub
     from controlplane.config import Config, Role
-    from controlplane.db.pool import Database
+    from controlplane.db.pool import Database, TxRecord
     from controlplane.fleet.keys import ApiKeys, GatewayKeys, IntentKeyring
     from controlplane.gateway.gateway import Gateway
     from controlplane.reconcilers.driver import Driver
@@ -201,12 +201,17 @@ async def _open_pool(common: _Common, user: str) -> AsyncGenerator[Database]:
         pgbouncer=section.pgbouncer,
     )
 
-    def observe(took_s: float, retries: int) -> None:
-        common.metrics.db.tx_duration.of(user).observe(took_s)
-        if retries:
-            common.metrics.db.tx_retries.of(user).inc(retries)
+    metrics = common.metrics.db
+
+    def observe(record: TxRecord) -> None:
+        metrics.tx_duration.of(user).observe(record.took_s)
+        if record.retries:
+            metrics.tx_retries.of(user).inc(record.retries)
+        if record.unknown:
+            metrics.tx_unknown.of(user).inc()
 
     async with open_database(settings, observe=observe, ring=common.doorbell.ring) as database:
+        metrics.pool_waiting.of(user).set_function(lambda: database.statistics().waiting)
         yield database
 
 

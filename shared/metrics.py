@@ -105,7 +105,7 @@ class GatewayMetrics:
 
 
 class DatabaseMetrics:
-    """Transactions and the locks they hold."""
+    """Transactions, and the wait for a connection."""
 
     def __init__(self, make: _Maker) -> None:
         self.tx_duration = make.bounded_histogram(
@@ -114,10 +114,11 @@ class DatabaseMetrics:
         self.tx_retries = make.bounded_counter(
             "tx_retries", "Transactions begun again after a serialization failure or deadlock.", ("role",)
         )
-        self.tx_unknown = make.counter("tx_unknown_commits", "Commits whose outcome had to be read back.")
-        self.pool_waiting = make.gauge("db_pool_waiting", "Transactions that wait for a connection.")
-        self.locks_held = make.histogram(
-            "placement_lock_held_seconds", "From the node rows locked to the commit.", TX_BUCKETS_S
+        self.tx_unknown = make.bounded_counter(
+            "tx_unknown_commits", "Commits whose outcome nobody knows, by login role.", ("role",)
+        )
+        self.pool_waiting = make.bounded_gauge(
+            "db_pool_waiting", "Transactions that wait for a connection, by login role.", ("role",)
         )
 
 
@@ -128,7 +129,7 @@ class QueueMetrics:
         self.depth = make.bounded_gauge("queue_depth", "Keys that are due.", ("queue",))
         self.oldest = make.bounded_gauge("queue_oldest_seconds", "Age of the key that is due longest.", ("queue",))
         self.items = make.bounded_counter(
-            "queue_items", "Keys processed, by result: done, retried, stale.", ("queue", "result")
+            "queue_items", "Runs of keys, by result: done, again, failed.", ("queue", "result")
         )
         self.shards_held = make.gauge("queue_shards_held", "Shards this worker holds the lease of.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
@@ -15,11 +16,12 @@ from controlplane.db.tx import DatabaseError
 from controlplane.fleet.keys import KeysError
 from controlplane.server import bind_sockets, run_server, run_until_signal
 from shared.files import UnsafeFile
-from shared.instruments import run_task_tree_on_signal
+from shared.instruments import SlowSteps, run_task_tree_on_signal
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from controlplane.app import App
     from controlplane.config import Config
 
 E = TypeVar("E", bound=Exception)
@@ -31,8 +33,10 @@ async def serve(config: Config) -> None:
         stop = trio.Event()
         await nursery.start(run_until_signal, stop)
         await nursery.start(run_task_tree_on_signal)
-        async with bind_sockets(config) as sockets:
-            await run_server(config, sockets, stop=stop)
+        async with bind_sockets(config) as sockets, trio.open_nursery() as serving:
+            app: App = await serving.start(partial(run_server, config, sockets, stop=stop))
+            slow_steps = app.metrics.process.slow_steps
+            trio.lowlevel.add_instrument(SlowSteps(on_slow=lambda _: slow_steps.inc()))
         nursery.cancel_scope.cancel("stopped")
 
 

@@ -94,6 +94,15 @@ def role_dsn(dsn: str, user: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class TxRecord:
+    """How one call of `run_tx` went: seconds from the call on, retries, and whether its outcome is unknown."""
+
+    took_s: float
+    retries: int
+    unknown: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DatabaseStatistics:
     """A look at the pool: sizes now, counts since it was opened."""
 
@@ -172,7 +181,7 @@ class _PooledDatabase:
     def __init__(
         self,
         config: DatabaseConfig,
-        observe: Callable[[float, int], None] | None,
+        observe: Callable[[TxRecord], None] | None,
         ring: Callable[[str, str], None] | None,
     ) -> None:
         self._pool_size = config.pool_size
@@ -224,6 +233,7 @@ class _PooledDatabase:
                 partial(_run_in_thread, lane, fn, attempts, self._rng), limiter=lane.limiter, abandon_on_cancel=False
             )
         except UnknownCommit:
+            attempts.unknown = True
             self._wake(attempts)  # it may have happened, and a wake-up for nothing costs a look
             raise
         except DatabaseUnavailable:
@@ -233,7 +243,7 @@ class _PooledDatabase:
             self._transactions += 1
             self._retries += attempts.retries
             if self._observe is not None:
-                self._observe(trio.current_time() - started, attempts.retries)
+                self._observe(TxRecord(trio.current_time() - started, attempts.retries, attempts.unknown))
         self._wake(attempts)
         return result
 
@@ -246,6 +256,7 @@ class _PooledDatabase:
 @dataclass(slots=True)
 class _Attempts:
     retries: int = 0
+    unknown: bool = False
     wakes: tuple[tuple[str, str], ...] = ()
 
     def add(self) -> None:
@@ -272,15 +283,14 @@ def _run_in_thread(lane: _Lane, fn: Callable[[Tx], T], attempts: _Attempts, rng:
 async def open_database(
     config: DatabaseConfig,
     *,
-    observe: Callable[[float, int], None] | None = None,
+    observe: Callable[[TxRecord], None] | None = None,
     ring: Callable[[str, str], None] | None = None,
 ) -> AsyncGenerator[Database]:
     """Open the pool for the time of the body.
 
-    `observe` is called for every transaction, on the event loop, with the seconds that it took
-    from the call on and the number of its retries. `ring` is called after a commit for each
-    (channel, payload) that the transaction wants woken: `Doorbell.ring`.  Raises DatabaseUnavailable if the database
-    cannot be reached now; later it may come and go.
+    `observe` is called for every transaction, on the event loop, also for one that fails. `ring` is
+    called after a commit for each (channel, payload) that the transaction wants woken: `Doorbell.ring`.
+    Raises DatabaseUnavailable if the database cannot be reached now; later it may come and go.
     """
     database = _PooledDatabase(config, observe, ring)
     threads = trio.CapacityLimiter(1)

@@ -6,7 +6,9 @@ import signal
 import socket
 from typing import TYPE_CHECKING
 
+import httpx2
 import pytest
+import trio
 
 from tests.support.stack import open_stack
 
@@ -26,6 +28,21 @@ async def test_it_serves_and_stops_on_sigterm(dsn: Dsn, tmp_path: Path) -> None:
             stack.server.kill(signal.SIGTERM)
             assert await stack.server.wait(10) == 0
         assert "Traceback" not in stack.server.text()
+
+
+async def test_every_part_reports_to_one_page(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack, httpx2.AsyncClient() as client:
+        url = f"http://127.0.0.1:{stack.ports[0]}/metrics"
+        wanted = {f'better_compute_db_pool_waiting{{role="bc_{role}"}}' for role in ("api", "gateway", "worker")}
+        wanted |= {f'better_compute_tx_duration_seconds_count{{role="bc_{role}"}}' for role in ("gateway", "worker")}
+        wanted |= {"better_compute_loop_lag_seconds_count", "better_compute_slow_steps_total"}
+        wanted |= {"better_compute_gateway_sessions", 'better_compute_queue_depth{queue="node"}'}
+        missing = wanted
+        with trio.fail_after(20):
+            while missing:
+                text = (await client.get(url)).text
+                missing = {name for name in wanted if f"\n{name} " not in text}
+                await trio.sleep(0.1)
 
 
 async def test_leases_are_free_after_a_clean_stop(dsn: Dsn, tmp_path: Path) -> None:

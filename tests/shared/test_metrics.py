@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+import controlplane
 from shared.metrics import OTHER, Bounded, Metrics
 
 
@@ -40,3 +44,18 @@ def test_a_label_under_a_peer_s_control_is_bounded() -> None:
     assert registry.get_sample_value("requests_total", {"method": OTHER}) == 7
     assert registry.get_sample_value("dropped_total") == 7
     assert len(next(iter(requests.collect())).samples) == 4
+
+
+def test_what_is_declared_is_set_somewhere() -> None:
+    """A metric that stays at 0 for ever tells an operator that all is well."""
+    sources = Path(controlplane.__path__[0]).rglob("*.py")
+    program = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    groups = {name: vars(group) for name, group in vars(Metrics(CollectorRegistry())).items() if name != "registry"}
+    dead = [
+        f"{group}.{metric}"
+        for group, declared in groups.items()
+        for metric in declared
+        if not re.search(rf"metrics\.(?:{group}\.)?{metric}\b", program)
+    ]
+    assert len(groups) >= 7
+    assert dead == []

@@ -23,7 +23,6 @@ def command(path: Path, roles: str | None) -> None:
 
     from controlplane.cli.serve import reporting, serve
     from controlplane.config import load_config, parse_roles
-    from shared.instruments import SlowSteps
     from shared.logs import configure_logging
 
     with reporting():
@@ -31,4 +30,4 @@ def command(path: Path, roles: str | None) -> None:
         if roles is not None:
             config = msgspec.structs.replace(config, roles=parse_roles(roles, key="--roles"))
         configure_logging(config.log.level, json=config.log.format == "json")
-        trio.run(serve, config, instruments=[SlowSteps()])
+        trio.run(serve, config)

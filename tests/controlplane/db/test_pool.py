@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from controlplane.db.embedded import EmbeddedPostgres
-from controlplane.db.pool import Database, DatabaseConfig, open_database
+from controlplane.db.pool import Database, DatabaseConfig, TxRecord, open_database
 from controlplane.db.tx import DatabaseUnavailable, Forbidden, NestedTransaction, Tx
 
 if TYPE_CHECKING:
@@ -155,15 +155,13 @@ async def test_nothing_is_prepared_behind_pgbouncer(scratch: str, *, pgbouncer: 
 
 
 async def test_transactions_are_observed_even_if_they_fail(scratch: str) -> None:
-    seen: list[tuple[float, int]] = []
-    async with open_database(
-        DatabaseConfig(scratch), observe=lambda seconds, retries: seen.append((seconds, retries))
-    ) as database:
+    seen: list[TxRecord] = []
+    async with open_database(DatabaseConfig(scratch), observe=seen.append) as database:
         await database.run_tx(one)
         with pytest.raises(ZeroDivisionError):
             await database.run_tx(lambda _: 1 // 0)
     assert len(seen) == 2
-    assert all(seconds > 0 and retries == 0 for seconds, retries in seen)
+    assert all(record.took_s > 0 and record.retries == 0 and not record.unknown for record in seen)
 
 
 async def test_the_gateways_role_is_refused_in_our_words(dsn: Dsn) -> None:

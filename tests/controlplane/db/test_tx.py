@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from controlplane.db import tx as tx_module
-from controlplane.db.pool import DatabaseConfig, open_database
+from controlplane.db.pool import DatabaseConfig, TxRecord, open_database
 from controlplane.db.tx import (
     ATTEMPTS_MAX,
     AbortedTransaction,
@@ -186,14 +186,14 @@ async def test_a_serialization_failure_is_retried_in_a_new_transaction(scratch: 
             both_have_read.wait(WAIT_S)
         tx.execute("update account set balance = %s where id = 1", [before + 1])
 
-    retries: list[int] = []
-    async with open_database(DatabaseConfig(scratch), observe=lambda _, count: retries.append(count)) as database:
+    observed: list[TxRecord] = []
+    async with open_database(DatabaseConfig(scratch), observe=observed.append) as database:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(database.run_tx, partial(add, who="a"))
             nursery.start_soon(database.run_tx, partial(add, who="b"))
         assert await database.run_tx(balance, 1) == 102
         assert database.statistics().retries == 1
-    assert sorted(retries) == [0, 0, 1]
+    assert sorted(record.retries for record in observed) == [0, 0, 1]
     # The second attempt of the loser reads what the winner wrote.
     assert [value for _, value in seen] == [100, 100, 101]
 
@@ -314,10 +314,12 @@ async def test_a_connection_lost_in_commit_is_an_unknown_outcome(scratch: str) -
             " for each row execute function die()"
         )
 
-    async with open_database(DatabaseConfig(scratch)) as database:
+    observed: list[TxRecord] = []
+    async with open_database(DatabaseConfig(scratch), observe=observed.append) as database:
         await database.run_tx(prepare)
         with pytest.raises(UnknownCommit):
             await database.run_tx(lambda tx: tx.execute(INSERT, (1, 1, "[0,1)")))
+    assert [record.unknown for record in observed] == [False, True]
 
 
 async def test_a_constraint_that_fails_in_commit_is_a_known_outcome(scratch: str) -> None:
