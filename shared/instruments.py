@@ -57,7 +57,7 @@ class SlowSteps(trio.abc.Instrument):
         self._budget_s = budget_s
         self._on_slow = on_slow
         self._read_clock_s = read_clock_s
-        self._began_s = 0.0
+        self._began_s: float | None = None
         self._reported_s = float("-inf")
         self._unreported = 0
 
@@ -65,6 +65,8 @@ class SlowSteps(trio.abc.Instrument):
         self._began_s = self._read_clock_s()
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if self._began_s is None:
+            return  # added in the middle of this step
         ended_s = self._read_clock_s()
         if ended_s - self._began_s < self._budget_s:
             return

@@ -75,6 +75,19 @@ def test_a_task_that_ends_in_a_slow_step_is_reported(log: LogRecorder) -> None:
     assert log.named("task.slow_step")
 
 
+def test_the_step_that_adds_it_is_not_judged(log: LogRecorder) -> None:
+    readings, slow = Readings(), list[SlowStep]()
+    readings.now_s = 86_400.0  # a stopwatch that counts from the machine's start
+
+    async def starts() -> None:
+        trio.lowlevel.add_instrument(watched(readings, slow))
+        await trio.lowlevel.checkpoint()
+
+    trio.run(starts)
+    assert slow == []
+    assert log.named("task.slow_step") == []
+
+
 async def test_loop_lag_is_the_lateness_of_a_timer(autojump_clock: trio.testing.MockClock) -> None:
     lags: list[float] = []
     async with trio.open_nursery() as nursery:
