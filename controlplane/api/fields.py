@@ -20,6 +20,15 @@ Slug = Annotated[
     ),
 ]
 Name = Annotated[str, msgspec.Meta(max_length=200, description="A name for people; the slug if left out.")]
+NodeName = Annotated[
+    str,
+    msgspec.Meta(
+        min_length=1,
+        max_length=253,
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$",
+        description="What the node is called, instead of its host name.",
+    ),
+]
 Version = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1, description="Refuse unless it is at this version.")]
 Instant = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, in UTC.")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

@@ -176,6 +176,22 @@ def set_cordon(
     )
 
 
+def rename_node(tx: Tx, node_id: int, name: str) -> None:
+    """Raises UniqueConflict (node_name)."""
+    tx.execute(
+        "update node set name = %(name)s, version = version + 1 where node_id = %(node)s",
+        {"node": node_id, "name": name},
+    )
+
+
+def move_node(tx: Tx, node_id: int, pool_id: int) -> None:
+    """Put a node into another pool; both rows are locked, and nothing is held or booked on it."""
+    tx.execute(
+        "update node set pool_id = %(pool)s, version = version + 1 where node_id = %(node)s",
+        {"node": node_id, "pool": pool_id},
+    )
+
+
 def page_ids(tx: Tx, after: int, limit: int, *, states: Sequence[ProvisionState] | None = None) -> list[int]:
     """Ids of nodes that are not decommissioned, or of those in some states, for a resync."""
     return [
@@ -360,6 +376,13 @@ def has_holds(tx: Tx, node_id: int) -> bool:
             "select exists (select from allocation where node_id = %(node)s and released_at is null)",
             {"node": node_id},
         )
+    )
+
+
+def has_bookings(tx: Tx, node_id: int) -> bool:
+    """Whether anything is planned on the node, whoever planned it."""
+    return bool(
+        tx.value("select exists (select from booking where node_id = %(node)s and live)", {"node": node_id}),
     )
 
 

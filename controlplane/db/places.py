@@ -244,6 +244,16 @@ def pool_dependents(tx: Tx, pool_id: int) -> list[tuple[str, int]]:
     )
 
 
+def lock_pool(tx: Tx, pool_id: int) -> None:
+    """Keep a pool from being deleted, beside others who do; before any of its nodes is locked."""
+    tx.execute("select from pool where pool_id = %s for share", (pool_id,))
+
+
+def is_pool_open(tx: Tx, pool_id: int) -> bool:
+    """Whether a locked pool is not deleted."""
+    return bool(tx.value("select deleted_at is null from pool where pool_id = %s", (pool_id,)))
+
+
 def delete_pool(tx: Tx, pool_id: int, *, version: int) -> bool:
     """Delete a pool on which nothing hangs; False if its version has moved."""
     changed = tx.execute(

@@ -5,5 +5,6 @@
 * `join_service`: joins and renewals, each decided in one transaction; `join_app` is its door
 * `lifecycle`: one step of a node's life; `status`, `inventory` and `acceptance` are parts of it
 * `commands`: one-shot actions, from the signed order to the one end
+* `move`: another name, another pool
 * `retire`: how a node leaves, and how a hold ends without its word
 """

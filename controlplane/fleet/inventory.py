@@ -97,6 +97,17 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
     )
 
 
+def find_misfit(tx: Tx, node_id: int, *, kind: str, gpu_model: str | None) -> str:
+    """Why a node as it last described itself does not belong into a pool; empty if it does or has not yet."""
+    sections = devices.load_inventory(tx, node_id, always=True)
+    if not is_complete(sections):
+        return ""
+    try:
+        return explain_misfit(_read(sections), kind=kind, gpu_model=gpu_model) or ""
+    except (InventoryError, Unacceptable) as exc:
+        return f"inventory: {exc}"
+
+
 def _read(sections: Sequence[StoredSection]) -> Inventory:
     bodies: dict[Section, bytes] = {
         cast("Section", stored.section): stored.body for stored in sections if stored.body is not None

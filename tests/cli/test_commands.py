@@ -132,6 +132,11 @@ def test_nodes_and_what_they_have(server: CommandServer, bcctl: CommandLine) -> 
     )
     assert bcctl("nodes", "get", "node-0").value.splitlines()[-1].split()[:3] == ["xid_79", "3", "critical"]
     assert "xid_79" in bcctl("nodes", "list").value
+    assert bcctl("nodes", "update", "node-1", "--name", "spare", "--query", "name").value == "spare"
+    assert "say what to change: --name or --pool" in bcctl("nodes", "update", "spare").err
+    ran = bcctl("nodes", "update", "spare", "--pool", "h10")
+    assert ran.err == "NOT_FOUND: pool: no pool h10; did you mean h100?\n"
+    assert bcctl("nodes", "update", "spare", "--name", "node-1", "--pool", "h100", "--query", "pool").value == "h100"
     devices = rows(bcctl("devices", "list", "--node", "node-0").value)
     assert [row[:4] for row in devices] == [["node-0", str(n), f"GPU-0000-{n}", "H100"] for n in range(8)]
     assert bcctl("devices", "get", "GPU-0000-5", "--query", "slot").value == "5"

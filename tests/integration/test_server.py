@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
-import trio
 
-from tests.support.stack import open_stack
+from tests.support.stack import eventually, open_stack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,12 +36,12 @@ async def test_every_part_reports_to_one_page(dsn: Dsn, tmp_path: Path) -> None:
         wanted |= {f'better_compute_tx_duration_seconds_count{{role="bc_{role}"}}' for role in ("gateway", "worker")}
         wanted |= {"better_compute_loop_lag_seconds_count", "better_compute_slow_steps_total"}
         wanted |= {"better_compute_gateway_sessions", 'better_compute_queue_depth{queue="node"}'}
-        missing = wanted
-        with trio.fail_after(20):
-            while missing:
-                text = (await client.get(url)).text
-                missing = {name for name in wanted if f"\n{name} " not in text}
-                await trio.sleep(0.1)
+
+        async def all_there() -> bool:
+            text = (await client.get(url)).text
+            return all(f"\n{name} " in text for name in wanted)
+
+        await eventually(all_there, what="all metrics on the page")
 
 
 async def test_leases_are_free_after_a_clean_stop(dsn: Dsn, tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ def examples(w: World) -> dict[str, dict[str, Any]]:
         "fleet/doctor": {},
         "nodes/get": {"node": w.node},
         "nodes/list": {"pool": "h100"},
+        "nodes/update": {"node": w.idle_node, "name": "spare"},
         "nodes/cordon": {"node": w.node, "reason": "noise"},
         "nodes/uncordon": {"node": w.node},
         "nodes/drain": {"node": w.node, "reason": "noise"},

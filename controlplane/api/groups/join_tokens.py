@@ -10,7 +10,7 @@ import msgspec
 from controlplane.api import guards, resolve
 from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import decode_cursor, make_page
-from controlplane.api.fields import Instant, Ref
+from controlplane.api.fields import Instant, NodeName, Ref
 from controlplane.db import outbox, tokens
 from controlplane.errors import Conflict, Invalid
 from controlplane.iam.port import Resource
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from controlplane.db.tokens import JoinTokenRow
     from controlplane.db.tx import Tx
 
-NodeName = Annotated[
-    str,
-    msgspec.Meta(
-        min_length=1,
-        max_length=253,
-        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$",
-        description="What the node is called, instead of its host name.",
-    ),
-]
 Uses = Annotated[int, msgspec.Meta(ge=1, le=10_000, description="How many servers may join with it.")]
 # Long enough to walk to the machine; a token in a shell history is soon worth nothing.
 EXPIRES_DEFAULT_S = 3600

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 
-from controlplane.api import resolve
+from controlplane.api import guards, resolve
 from controlplane.api.calls import (
     Idempotent,
     Input,
@@ -22,13 +22,13 @@ from controlplane.api.calls import (
     Target,
 )
 from controlplane.api.cursors import after, make_page
-from controlplane.api.fields import Instant, Ref
+from controlplane.api.fields import Instant, NodeName, Ref
 from controlplane.capacity.place import LedgerTools
-from controlplane.db import certificates, node_views, nodes
+from controlplane.db import certificates, node_views, nodes, places
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
 from controlplane.errors import Conflict
-from controlplane.fleet import lifecycle, retire
+from controlplane.fleet import lifecycle, move, retire
 from controlplane.iam.port import Resource
 from controlplane.model.states import Connectivity, ProvisionState
 
@@ -112,6 +112,14 @@ class NodeActWithReason(Idempotent, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
+class UpdateNode(Idempotent, frozen=True, kw_only=True):
+    node: Ref
+    name: NodeName | None = None
+    pool: Annotated[
+        Ref | None, msgspec.Meta(description="Another pool of its site, whose acceptance it has to pass.")
+    ] = None
+
+
 class Gone(msgspec.Struct, frozen=True, kw_only=True):
     """A node that was removed, and the reservations that lost what they had on it."""
 
@@ -189,7 +197,7 @@ def _list(tx: Tx, call: Call, typed: ListNodes) -> Page[Node]:
 # --- acts ------------------------------------------------------------------------------------
 
 
-def _load(tx: Tx, call: Call, typed: NodeAct | NodeActWithReason) -> Target[NodeRow]:
+def _load(tx: Tx, call: Call, typed: NodeAct | NodeActWithReason | UpdateNode) -> Target[NodeRow]:
     row = resolve.find_node(tx, call, typed.node)
     return Target(Resource(id=row.public_id, tenant_id=None, attributes={"name": row.name, "pool": row.pool_slug}), row)
 
@@ -203,6 +211,22 @@ def _lock(tx: Tx, row: NodeRow) -> LifecycleNode:
 
 def _done(tx: Tx, call: Call, row: NodeRow) -> Outcome[Node]:
     return Outcome(_show(tx, call, row.public_id))
+
+
+def _update(tx: Tx, call: Call, typed: UpdateNode, target: Target[NodeRow]) -> Outcome[Node]:
+    row = target.row
+    pool = None if typed.pool is None else resolve.find_pool(tx, typed.pool)
+    if pool is not None:
+        # before the node: the lock order
+        places.lock_pool(tx, pool.pool_id)
+    node = _lock(tx, row)
+    if pool is not None:
+        node = move.move(tx, node, row.site_slug, pool)
+    if typed.name is not None:
+        with guards.taken(f"name: there is a node {typed.name} in {row.site_slug} already", field="name"):
+            move.rename(tx, node, typed.name)
+    enqueue(tx, "node", [str(node.node_id)])
+    return _done(tx, call, row)
 
 
 def _cordon(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
@@ -273,9 +297,8 @@ def _revoke(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow
 def _decommission(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
     node = _lock(tx, target.row)
     if holders := nodes.load_holders(tx, node.node_id):
-        names = ", ".join(holder.public_id for holder in holders[:3]) + (", …" if len(holders) > 3 else "")
         fix = "nodes/forceDecommission lets go of them" if node.connectivity == "unreachable" else "drain it first"
-        raise Conflict(f"node: {node.name} still has {len(holders)} reservations ({names}); {fix}", field="node")
+        raise Conflict(f"node: {node.name} still has {move.count_holders(holders)}; {fix}", field="node")
     retire.decommission(tx, node, reason=typed.reason, now=load_now(tx))
     return Outcome(Gone(id=node.public_id, name=node.name, released=[]))
 
@@ -316,6 +339,16 @@ METHODS = (
         output=Page[Node],
         summary="List nodes, oldest first.",
         read=_list,
+    ),
+    Mutation(
+        group="nodes",
+        name="update",
+        action="node.update",
+        input=UpdateNode,
+        output=Node,
+        summary="Rename a node, or move one that holds nothing to another pool of its site.",
+        load=_load,
+        perform=_update,
     ),
     Mutation(
         group="nodes",

@@ -87,6 +87,19 @@ def _show(session: Session, node: JsonObject) -> None:
         click.echo(render_table(conditions, CONDITION_COLUMNS, width=session.width, color=session.color))
 
 
+@command.command("update")
+@click.argument("node")
+@click.option("--name", help="The new name.")
+@click.option("--pool", help="Another pool of its site; it has to pass that pool's acceptance.")
+@pass_session
+def update(session: Session, *, node: str, name: str | None, pool: str | None) -> None:
+    """Rename a node, or move one that holds nothing to another pool."""
+    asked = given(name=name, pool=pool)
+    if not asked:
+        raise click.UsageError("say what to change: --name or --pool")
+    _show(session, session.change("nodes/update", {"node": node, **asked}))
+
+
 @command.command("cordon")
 @click.argument("node")
 @_reason_option

@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
+import trio
 
 from controlplane.api.groups.commands import ARGUMENTS_BYTES_MAX
 from controlplane.db import places
@@ -13,10 +15,12 @@ from controlplane.fleet.join_service import JoinRefused
 from controlplane.fleet.lifecycle import step
 from shared.joining import parse_token
 from shared.signing import KeyClass, Verifier
-from tests.support.api import Api, open_api
+from tests.support.api import Api, Reply, open_api
 from tests.support.ledgers import LedgerFleet
 from tests.support.ledgers import open_fleet as open_ledger_fleet
+from tests.support.lifecycles import adopt, begin, pass_checks, reserve, run_step, state_of
 from tests.support.machines import Fleet, make_machine, open_fleet
+from tests.support.stack import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -377,3 +381,112 @@ async def test_one_name_in_two_sites(dsn: Dsn, tmp_path: Path) -> None:
         refused = await api.call("nodes/get", node="a")
         assert (refused.code, refused.field) == ("INVALID", "node")
         assert (await api.ok("nodes/get", node="node_twin"))["site"] == "there"
+
+
+# --- another name, another pool
+
+
+async def test_a_node_gets_another_name(dsn: Dsn) -> None:
+    async with open_ledger(dsn, nodes=2) as (fleet, api):
+        held = await fleet.reserve(4)
+        node = await api.ok("nodes/update", node="node-0", name="rack-7.gpu-3")
+        assert (node["name"], node["placeable"]) == ("rack-7.gpu-3", True)
+        taken = await api.call("nodes/update", node="rack-7.gpu-3", name="node-1")
+        assert (taken.code, taken.field) == ("CONFLICT", "name")
+        assert (await api.call("nodes/update", node="node-1", name="-x")).code == "INVALID"
+        await api.ok("nodes/update", node="node-1", name="node-1")
+        (data,) = fleet.execute("select data from outbox where kind = 'node.updated'")[0]
+        assert data == {"name": "rack-7.gpu-3", "pool": "h100", "was_name": "node-0"}
+        assert events(fleet, "node.") == ["node.updated"]
+        await fleet.bound(held)
+        (said,) = fleet.execute("select data -> 'nodes' from outbox where kind = 'reservation.active'")[0]
+        assert said == ["rack-7.gpu-3"]
+
+
+async def test_a_node_goes_to_another_pool_and_passes_its_acceptance(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_machines(dsn, tmp_path) as (fleet, api):
+        machine = await adopt(fleet, make_machine())
+        await fleet.add_pool("sxm", gpu_model="NVIDIA H100 80GB HBM3")
+        fleet.advance(60)
+        before = fleet.value("select placement_gen from node")
+        node = await api.ok("nodes/update", node=machine.name, pool="sxm", name="moved")
+        assert (node["pool"], node["name"], node["provision_state"]) == ("sxm", "moved", "adopting")
+        assert fleet.value("select placement_gen from node") > before
+        assert events(fleet, "node.")[-3:] == ["node.updated", "node.adopting", "node.updated"]
+        await run_step(fleet, machine)
+        await pass_checks(fleet, machine)
+        assert (await api.ok("nodes/get", node="moved"))["placeable"]
+        assert (await api.ok("pools/get", pool="sxm"))["gpus"] == 8
+        assert (await api.ok("pools/get", pool="h100"))["gpus"] == 0
+        # where it is already it stays, and nothing is checked again
+        node = await api.ok("nodes/update", node="moved", pool="sxm")
+        assert node["provision_state"] == "adopted"
+
+
+async def test_what_joined_into_the_wrong_pool_is_put_right(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_machines(dsn, tmp_path) as (fleet, api):
+        wrong = await fleet.add_pool("a100", gpu_model="A100")
+        machine = await begin(fleet, make_machine(), pool_id=wrong)
+        assert state_of(fleet, machine)[0] == "quarantined"
+        node = await api.ok("nodes/update", node=machine.name, pool="h100")
+        assert (node["pool"], node["provision_state"]) == ("h100", "quarantined")
+        await api.ok("nodes/unquarantine", node=machine.name)
+        await run_step(fleet, machine)
+        await pass_checks(fleet, machine)
+        assert state_of(fleet, machine) == ("adopted", "")
+
+
+async def test_a_node_stays_where_it_is_needed_or_fits(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_machines(dsn, tmp_path) as (fleet, api):
+        machine = await adopt(fleet, make_machine())
+        await fleet.add_pool("a100", gpu_model="A100")
+        await fleet.add_pool("cpu", gpu_model=None)
+        await fleet.add_pool("other", gpu_model="H100")
+        await api.ok("sites/create", slug="there")
+        await api.ok("pools/create", site="there", slug="far", gpu_model="H100")
+
+        async def refused(pool: str) -> str:
+            reply = await api.call("nodes/update", node=machine.name, pool=pool)
+            assert (reply.code, reply.field) == ("CONFLICT", "pool")
+            return reply.message
+
+        assert await refused("a100") == "pool: the pool is for A100, this machine has 8 x NVIDIA H100 80GB HBM3"
+        assert "without GPUs" in await refused("cpu")
+        assert "is in site there" in await refused("far")
+        assert (await api.call("nodes/update", node=machine.name, pool="h1000")).code == "NOT_FOUND"
+        fleet.execute(
+            """
+            insert into booking (pool_id, node_id, purpose, spans, during)
+            select pool_id, node_id, 'maintenance', '{[0,)}', tstzrange(compute_now() + '1 day', null) from node
+            """
+        )
+        assert "maintenance" in await refused("other")
+        fleet.execute("delete from booking")
+        held = await reserve(fleet, 1)
+        assert held.public_id in await refused("other")
+        assert fleet.execute("select p.slug, n.provision_state from node n join pool p using (pool_id)") == [
+            ("h100", "adopted")
+        ]
+
+
+async def test_a_pool_that_is_deleted_at_the_same_moment_gets_no_node(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_machines(dsn, tmp_path) as (fleet, api):
+        machine = await adopt(fleet, make_machine())
+        await fleet.add_pool("other", gpu_model="H100")
+        with psycopg.connect(dsn.owner) as deleting:
+            deleting.execute("select from pool where slug = 'other' for update")
+            deleting.execute("update pool set deleted_at = compute_now() where slug = 'other'")
+
+            async def waits() -> bool:
+                return fleet.value("select count(*) from pg_locks where not granted") > 0
+
+            async def move(replies: list[Reply]) -> None:
+                replies.append(await api.call("nodes/update", node=machine.name, pool="other"))
+
+            replies: list[Reply] = []
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(move, replies)
+                await eventually(waits, what="the move waits for the pool")
+                deleting.commit()
+        assert [reply.code for reply in replies] == ["CONFLICT"]
+        assert fleet.value("select p.slug from node n join pool p using (pool_id)") == "h100"
