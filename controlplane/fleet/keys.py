@@ -187,42 +187,45 @@ def load_or_create_keys(keys_dir: Path, settings: KeySettings, clock: Clock) -> 
     """Return the api's keys, after making whatever is missing or out of date in any part.
 
     Waits for another process that is doing the same. Raises KeysError, UnsafeFile,
-    AuthorityExpired, ValueError for a host that is none, OSError.
+    AuthorityExpired, ValueError for a host that is none.
     """
-    make_private_directory(keys_dir)
-    with _locked(keys_dir):
-        now = clock.now()
-        for part in PARTS:
-            make_private_directory(keys_dir / part)
-        _ensure_permanent(keys_dir, settings, now)
-        _ensure_derived(keys_dir, settings, now)
-        return _load_api_keys(keys_dir)
+    with _usable(keys_dir):
+        make_private_directory(keys_dir)
+        with _locked(keys_dir):
+            now = clock.now()
+            for part in PARTS:
+                make_private_directory(keys_dir / part)
+            _ensure_permanent(keys_dir, settings, now)
+            _ensure_derived(keys_dir, settings, now)
+            return _load_api_keys(keys_dir)
 
 
 def load_intent_keys(directory: Path) -> IntentKeyring:
-    """Return what signs intent, from the ``signing`` part. Raises KeysError, UnsafeFile, OSError."""
-    check_private_directory(directory)
-    return _keyring(_load_stored_intent(directory / "intent.json"))
+    """Return what signs intent, from the ``signing`` part. Raises KeysError, UnsafeFile."""
+    with _usable(directory):
+        check_private_directory(directory)
+        return _keyring(_load_stored_intent(directory / "intent.json"))
 
 
 def load_gateway_keys(directory: Path) -> GatewayKeys:
     """Return a gateway's keys from the ``gateway`` part, wherever it lies, and read nothing else.
 
-    Raises KeysError, UnsafeFile, OSError.
+    Raises KeysError, UnsafeFile.
     """
-    check_private_directory(directory)
-    keys = GatewayKeys(
-        serving=directory / "serving.pem",
-        service_client=directory / "service-client.pem",
-        node_ca=directory / "node-ca.crt",
-        service_ca=directory / "service-ca.crt",
-        bundle=_read(directory / "trust-bundle.json"),
-    )
-    for path in (keys.serving, keys.service_client):
-        _load_pair(path)
-    for path in (keys.node_ca, keys.service_ca):
-        _parsed(path, load_chain)
-    return keys
+    with _usable(directory):
+        check_private_directory(directory)
+        keys = GatewayKeys(
+            serving=directory / "serving.pem",
+            service_client=directory / "service-client.pem",
+            node_ca=directory / "node-ca.crt",
+            service_ca=directory / "service-ca.crt",
+            bundle=_read(directory / "trust-bundle.json"),
+        )
+        for path in (keys.serving, keys.service_client):
+            _load_pair(path)
+        for path in (keys.node_ca, keys.service_ca):
+            _parsed(path, load_chain)
+        return keys
 
 
 def rotate_intent_key(keys_dir: Path, clock: Clock, overlap: timedelta = INTENT_KEY_OVERLAP) -> IntentKeyring:
@@ -248,6 +251,19 @@ def rotate_intent_key(keys_dir: Path, clock: Clock, overlap: timedelta = INTENT_
         rotated = _StoredIntentKeys(sequence=stored.sequence + 1, keys=[*kept, _make_intent_key(now)])
         write_atomic(path, msgspec.json.encode(rotated))
         return _keyring(rotated)
+
+
+@contextmanager
+def _usable(directory: Path) -> Generator[None]:
+    """Turn what the file system refuses into an error that says what to do."""
+    try:
+        yield
+    except FileNotFoundError as exc:
+        fix = "correct keys_dir, or copy this part from where an api has made it"
+        raise KeysError(directory, "is missing", fix) from exc
+    except OSError as exc:
+        fix = "give the directory to the user that this process runs as, or correct keys_dir"
+        raise KeysError(directory, f"cannot be used: {exc.strerror}", fix) from exc
 
 
 @contextmanager

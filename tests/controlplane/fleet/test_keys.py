@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from cryptography import x509
@@ -30,6 +31,9 @@ from shared.identity import BadSpiffeId, decode_private_key, load_chain, make_cs
 from shared.joining import make_token, open_bundle, open_sealed, seal_token
 from shared.signing import INTENT_KEYS_MAX, BadSignature, Context, Envelope, KeyClass, Verifier
 from tests.support.clock import ManualClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 DAY_S = 86400
@@ -121,6 +125,20 @@ def test_creation_that_was_cut_short_goes_on(tmp_path: Path, clock: ManualClock,
     load_or_create_keys(path, SETTINGS, clock)
     assert {other: (path / other).read_bytes() for other in kept} == kept
     assert b'"complete":true' in marker.read_bytes()
+
+
+@pytest.mark.parametrize("load", [load_intent_keys, load_gateway_keys])
+def test_a_part_that_is_not_there_is_named(tmp_path: Path, load: Callable[[Path], object]) -> None:
+    with pytest.raises(KeysError, match="copy this part") as refused:
+        load(tmp_path / "nowhere")
+    assert refused.value.path == tmp_path / "nowhere"
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, clock: ManualClock) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KeysError, match="cannot be used: Not a directory") as refused:
+        load_or_create_keys(tmp_path / "file" / "keys", SETTINGS, clock)
+    assert refused.value.path == tmp_path / "file" / "keys"
 
 
 def test_keys_without_their_marker_are_half_a_backup(keys_dir: Path, clock: ManualClock) -> None:
