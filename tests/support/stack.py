@@ -222,11 +222,13 @@ class Stack:
         pool: str = "h100",
         simulate: str | None = "h100",
         environment: Mapping[str, str] = {},
+        force: bool = False,
         **more: object,
     ) -> None:
         """Let a machine of this name join; it does not run yet."""
         token = await self.token(pool, **more)
-        flags = self.bcd_flags(name) + (["--simulate", simulate] if simulate else [])
+        flags = self.bcd_flags(name) + (["--simulate", simulate] if simulate and not force else [])
+        flags += ["--force"] if force else []
         joined = await self.run(
             "bcd", "join", token["url"], "--pin", token["pin"], "--token-file", "-", "--name", name, *flags,
             input=token["token"].encode(), environment=environment,
