@@ -59,7 +59,7 @@ async def test_renewal_gives_a_new_key_and_the_session_goes_on(dsn: Dsn, tmp_pat
             assert load_membership(state).identity.certificate.serial_number == second.certificate.serial_number
             assert "certificate.refused" in [condition.name for condition in agent.snapshot().conditions]
             reasons = stack.sql("select reason from audit_event where action = 'node.renew' and decision = 'refuse'")
-            assert reasons == [("revoked",)]
+            assert reasons == [("node_revoked",)]
 
 
 async def test_a_token_is_good_once_and_every_refusal_looks_the_same(dsn: Dsn, tmp_path: Path) -> None:
