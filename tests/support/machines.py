@@ -96,6 +96,7 @@ class Fleet:
     bundle: PinnedBundle
     pool_id: int = 0
     pool: str = "h100"
+    rung: list[str] = field(default_factory=list[str])  # the channels of the doorbell
 
     async def run(self, fn: Callable[..., T], *args: object, **kwargs: object) -> T:
         return await self.db.run_tx(fn, *args, **kwargs)
@@ -265,7 +266,8 @@ async def open_fleet(dsn: Dsn, directory: Path) -> AsyncGenerator[Fleet]:
     clock = ManualClock(START)
     keys = load_or_create_keys(directory / "keys", SETTINGS, clock)
     ids = IdSource(SystemClock())
-    async with open_database(DatabaseConfig(dsn=dsn.worker)) as db:
+    rung: list[str] = []
+    async with open_database(DatabaseConfig(dsn=dsn.worker), ring=lambda channel, _: rung.append(channel)) as db:
         issuer = Issuer(keys, SETTINGS.trust_domain, ("https://gw.test:7443",), ids)
         fleet = Fleet(
             db=db,
@@ -274,6 +276,7 @@ async def open_fleet(dsn: Dsn, directory: Path) -> AsyncGenerator[Fleet]:
             service=JoinService(db, issuer),
             tools=LedgerTools(keys.intent.signer, ids),
             bundle=open_bundle(keys.bundle, pin(keys.bundle)),
+            rung=rung,
         )
         await db.run_tx(places.insert_site, public_id=ids.new("site"), slug="here", name="Here")
         fleet.pool_id = await fleet.add_pool("h100", gpu_model="H100")

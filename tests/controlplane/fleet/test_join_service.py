@@ -65,6 +65,25 @@ async def test_a_join_gives_a_node_that_is_adopting(dsn: Dsn, tmp_path: Path) ->
         assert fleet.value("select count(*) from certificate c join node_authorization a using (node_id, key_id)") == 1
 
 
+async def test_who_follows_the_events_hears_of_a_join_at_once(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_fleet(dsn, tmp_path) as fleet:
+        token = await fleet.token()
+        fleet.rung.clear()
+        await fleet.join(make_machine(), token)
+        assert fleet.rung == ["bc_events"]
+        # nobody else hears of one that was refused
+        fleet.rung.clear()
+        with pytest.raises(JoinRefused):
+            await fleet.join(make_machine("gpu-2"), token)
+        assert fleet.rung == []
+        # one that begins again has a session somewhere that is over
+        machine = make_machine("gpu-3")
+        await fleet.join(machine, await fleet.token())
+        fleet.rung.clear()
+        await fleet.join(machine, await fleet.token(expect_node_id=machine.node_id))
+        assert sorted(fleet.rung) == ["bc_events", "bc_gateway"]
+
+
 async def test_a_token_names_the_node(dsn: Dsn, tmp_path: Path) -> None:
     async with open_fleet(dsn, tmp_path) as fleet:
         await fleet.join(make_machine("localhost"), await fleet.token(node_name="rack7-3"))
