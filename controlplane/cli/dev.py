@@ -179,8 +179,11 @@ async def _serve(directory: Path, run: _Run, postgres: EmbeddedPostgres) -> None
         key = await _admin_key(directory, role_dsn(config.database.dsn, "bc_api"))
         path = write_profile(PROFILE, url, key)
         say(f"Profile {PROFILE!r} for bcctl is in {path}")
-        async with open_client(url, key) as client:
+        async with open_client(url, key) as client, trio.open_nursery() as until_stop:
+            # the server stops at the same event, so nothing may go on asking it
+            until_stop.start_soon(_cancel_at, run.stop, until_stop)
             await _run_fleet(client, directory, run, (gateway_url, app.api.keys.pin))
+            until_stop.cancel_scope.cancel("the fleet has ended")
 
 
 async def _gateway_port(directory: Path) -> int:
@@ -226,16 +229,14 @@ async def _run_fleet(client: AsyncApiClient, directory: Path, run: _Run, gateway
         await stop.wait()
         return
     spec = await _fleet_spec(client, directory, settings, gateway, str(pool["slug"]))
-    async with _agents(spec, say) as died, trio.open_nursery() as nursery:
-        nursery.start_soon(_cancel_at, stop, nursery)
+    async with _agents(spec, say) as died:
         if await _wait_adopted(client, settings, say, died):
             await _announce(client, settings, say)
             await died.wait()
-            if not stop.is_set():
-                raise Failed(
-                    "AGENTS", "the simulated agents have ended", f"their log is {directory / 'nodes' / 'agents.log'}"
-                )
-        nursery.cancel_scope.cancel("the fleet has ended")
+        if not stop.is_set():
+            raise Failed(
+                "AGENTS", "the simulated agents have ended", f"their log is {directory / 'nodes' / 'agents.log'}"
+            )
 
 
 async def _cancel_at(event: trio.Event, nursery: trio.Nursery) -> None:
