@@ -98,6 +98,10 @@ def examples(w: World) -> dict[str, dict[str, Any]]:
     Each is for an administrator of the root tenant, names the tenant *acme* where it can, and is about
     something of acme's (or of the fleet's) that exists. `prepare` does what must be done first for some.
     """
+    return {**_examples_of_tenants(w), **_examples_of_the_fleet(w)}
+
+
+def _examples_of_tenants(w: World) -> dict[str, dict[str, Any]]:
     return {
         "sites/create": {"slug": "munich"},
         "sites/get": {"site": "berlin"},
@@ -143,6 +147,11 @@ def examples(w: World) -> dict[str, dict[str, Any]]:
         "reservations/extend": {"id": w.reservation, "end": w.in_minutes(120)},
         "reservations/shrink": {"id": w.reservation, "end": w.in_minutes(30)},
         "reservations/evict": {"id": w.reservation, "reason": "maintenance"},
+    }
+
+
+def _examples_of_the_fleet(w: World) -> dict[str, dict[str, Any]]:
+    return {
         "fleet/board": {},
         "fleet/doctor": {},
         "nodes/get": {"node": w.node},
