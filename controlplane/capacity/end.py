@@ -8,12 +8,13 @@ at connectivity: a node that is away only makes the second step later.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import announce
 from controlplane.capacity.specs import write_spec
 from controlplane.db import ledger, quotas, reservations
-from controlplane.db.queue import enqueue
+from controlplane.db.queue import enqueue, schedule
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # A bind that fails is placed once more elsewhere, if it had started at once. DESIGN 5.
 BIND_ATTEMPTS_MAX = 2
+# How long a node may take to let go before it is said to overrun.
+RELEASE_PATIENCE = timedelta(seconds=15)
 
 
 def end(
@@ -43,9 +46,9 @@ def end(
     if reservation.active_at is not None:
         reservations.record_usage(tx, reservation.reservation_id, end=now)
     announce(tx, reservation, "releasing", cause=cause, detail=detail)
-    enqueue(tx, "reservation", [str(reservation.reservation_id)])
+    schedule(tx, "reservation", str(reservation.reservation_id), now + RELEASE_PATIENCE)
     # what is left of the window is free in the plan, so a later one may fit
-    enqueue(tx, "pool", [str(reservation.pool_id)])
+    wake_waiting(tx, reservation.pool_id)
     return True
 
 
@@ -64,12 +67,22 @@ def cancel(
     if reservation.state == "placed":
         ledger.close_bookings(tx, reservation.reservation_id)
         give_back_quota(tx, reservation)
-        enqueue(tx, "pool", [str(reservation.pool_id)])
+        wake_waiting(tx, reservation.pool_id)
     reservations.mark_ended(
         tx, reservation.reservation_id, reservation.state, state, now=now, cause=cause, detail=detail
     )
     announce(tx, reservation, state, cause=cause, detail=detail)
     return True
+
+
+def wake_waiting(tx: Tx, pool_id: int) -> None:
+    """Something of the pool may be free: have its queue looked at, if anybody is in it.
+
+    Whoever is being queued at this very moment is not seen here. That request enqueues the pool
+    itself, and if its pass comes before our commit, the next look (`placement.RECHECK_S`) finds it.
+    """
+    if reservations.is_waited_for(tx, pool_id):
+        enqueue(tx, "pool", [str(pool_id)])
 
 
 def give_back_quota(tx: Tx, reservation: Reservation) -> None:
@@ -101,10 +114,10 @@ def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: A
     write_spec(tx, hold.node_id, node.public_id, signer=tools.signer, now=now)
     waiting = ledger.load_waiting_for(tx, hold.node_id, now)
     enqueue(tx, "reservation", [str(reservation_id) for reservation_id in waiting])
-    enqueue(tx, "pool", [str(reservation.pool_id)])
     if node.draining:
         enqueue(tx, "node", [str(hold.node_id)])
     if not last:
+        wake_waiting(tx, reservation.pool_id)
         return False
     ledger.close_bookings(tx, reservation.reservation_id)
     if (
@@ -116,7 +129,9 @@ def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: A
             tx, reservation.reservation_id, "releasing", reason=f"bind failed: {reservation.end_detail}"
         )
         announce(tx, reservation, "queued", reason=f"bind failed: {reservation.end_detail}")
+        wake_waiting(tx, reservation.pool_id)
         return True
     reservations.mark_ended(tx, reservation.reservation_id, "releasing", "released", now=now)
     announce(tx, reservation, "released", cause=reservation.end_cause)
+    wake_waiting(tx, reservation.pool_id)
     return True

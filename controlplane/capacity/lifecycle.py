@@ -146,8 +146,8 @@ def _step_active(tx: Tx, tools: LedgerTools, reservation: Reservation, now: date
 def _step_releasing(tx: Tx, _: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
     """Only evidence moves it on. The condition says to people that it is taking long."""
     assert reservation.releasing_at is not None, "set with the state"
-    if now < reservation.releasing_at + WAITING_RECHECK:
-        return reservation.releasing_at + WAITING_RECHECK - now
+    if now < reservation.releasing_at + ending.RELEASE_PATIENCE:
+        return reservation.releasing_at + ending.RELEASE_PATIENCE - now
     if reservations.set_condition(tx, reservation.reservation_id, "overrun", present=True):
         announce(tx, reservation, "condition", condition="overrun", present=True)
     return NOTHING_DUE

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from controlplane.capacity.specs import SpecFull, write_spec
 from controlplane.db import ledger, quotas, reservation_events, reservations, specs, views
-from controlplane.db.queue import enqueue
+from controlplane.db.queue import schedule
 from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
 from controlplane.model.planner import NoPlan, plan_placement
 from controlplane.model.requests import PlacementRequest
@@ -147,7 +147,8 @@ def _commit_plan(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Pla
     ):
         raise Contended("reservation")
     announce(tx, reservation, "placed", start=plan.window.start.isoformat())
-    enqueue(tx, "reservation", [str(reservation.reservation_id)])
+    due = now + BIND_TIMEOUT if plan.starts_now else plan.window.start
+    schedule(tx, "reservation", str(reservation.reservation_id), min(due, plan.window.end or due))
     if not plan.starts_now:
         return False
     outcome = bind(tx, tools, reservation, now)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from controlplane.capacity.end import wake_waiting
 from controlplane.capacity.place import GUARDS, announce
 from controlplane.capacity.specs import write_spec
 from controlplane.db import ledger, reservations
-from controlplane.db.queue import enqueue
+from controlplane.db.queue import schedule
 from controlplane.db.tx import CheckConflict, ExclusionConflict
 from controlplane.errors import Conflict
 
@@ -44,6 +45,6 @@ def move_end(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime
         for node_id in sorted(nodes):
             write_spec(tx, node_id, nodes[node_id].public_id, signer=tools.signer, now=now)
     announce(tx, reservation, "extended", end=end.isoformat())
-    enqueue(tx, "reservation", [str(reservation.reservation_id)])
-    enqueue(tx, "pool", [str(reservation.pool_id)])
+    schedule(tx, "reservation", str(reservation.reservation_id), end)
+    wake_waiting(tx, reservation.pool_id)
     return None

@@ -147,7 +147,8 @@ def find_stuck_holds(tx: Tx, *, older_than_s: float) -> Found:
     return _find(
         tx,
         """
-        select format('%%s of %%s on node %%s (%%s), releasing since %%s', a.public_id, r.public_id, n.name, n.connectivity,
+        select format('%%s of %%s on node %%s (%%s), releasing since %%s',
+                      a.public_id, r.public_id, n.name, n.connectivity,
                       to_char(a.releasing_at at time zone 'UTC', 'YYYY-MM-DD HH24:MI"Z"'))
         from allocation a join reservation r using (reservation_id) join node n on n.node_id = a.node_id
         where a.released_at is null and a.state = 'releasing'

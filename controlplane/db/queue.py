@@ -25,6 +25,7 @@ from controlplane.model.shards import shard_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from datetime import datetime
 
     from controlplane.db.tx import Tx
     from controlplane.model.queues import Queue
@@ -94,6 +95,18 @@ def enqueue(tx: Tx, queue: Queue, keys: Iterable[str]) -> None:
             ([queue] * len(unique), unique, [shard_of(key) for key in unique]),
         )
         tx.wake("bc_work", queue)
+
+
+def schedule(tx: Tx, queue: Queue, key: str, due: datetime) -> None:
+    """Have a key run at that time, or when it was due already if that is sooner. Wakes nobody."""
+    tx.execute(
+        """
+        insert into work_queue as w (queue, key, shard, due_at) values (%(queue)s, %(key)s, %(shard)s, %(due)s)
+        on conflict (queue, key) do update
+          set generation = w.generation + 1, due_at = least(w.due_at, excluded.due_at)
+        """,
+        {"queue": queue, "key": key, "shard": shard_of(key), "due": due},
+    )
 
 
 def enqueue_missing(tx: Tx, queue: Queue, keys: Iterable[str]) -> int:

@@ -185,6 +185,21 @@ def load_queued(tx: Tx, pool_id: int, *, limit: int) -> list[int]:
     ]
 
 
+def is_waited_for(tx: Tx, pool_id: int) -> bool:
+    """Whether somebody is queued for the pool.
+
+    One that is being queued at this moment is not seen, and enqueues the pool itself.
+    """
+    return bool(
+        tx.value(
+            """
+            select exists (select from reservation where pool_id = %(pool)s and ended_at is null and state = 'queued')
+            """,
+            {"pool": pool_id},
+        )
+    )
+
+
 def page_open(tx: Tx, after: int, limit: int) -> list[int]:
     """Reservations that have not ended, in id order: what a resync walks over."""
     return [

@@ -28,10 +28,11 @@ from controlplane.api.groups.reservation_structs import (
 )
 from controlplane.capacity import end as ending
 from controlplane.capacity import windows
+from controlplane.capacity.lifecycle import DRAFT_LIFE
 from controlplane.capacity.place import EARLIEST_HORIZON, LedgerTools, Placed, QuotaShort, announce, place
 from controlplane.capacity.place import placement_request as stored_request
 from controlplane.db import ledger, reservations
-from controlplane.db.queue import enqueue
+from controlplane.db.queue import enqueue, schedule
 from controlplane.db.time import load_now
 from controlplane.db.views import load_node_views
 from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
@@ -159,7 +160,7 @@ def _draft(tx: Tx, call: Call, given: CreateInput) -> Target[Reservation]:
         ),
     )
     # a draft whose request dies here is ended by the clock
-    enqueue(tx, "reservation", [str(reservation_id)])
+    schedule(tx, "reservation", str(reservation_id), now + DRAFT_LIFE)
     row = reservations.load_reservation(tx, reservation_id)
     assert row is not None, "inserted above"
     return Target(_resource(row), row)
@@ -194,7 +195,8 @@ def _wait_or_refuse(tx: Tx, given: CreateInput, row: Reservation, short: NoPlan 
             raise SoldOut(f"{short.detail}{when}")
     reservations.mark_queued(tx, row.reservation_id, "draft", reason=short.detail)
     announce(tx, row, "queued", reason=short.detail)
-    enqueue(tx, "reservation", [str(row.reservation_id)])
+    if row.queue_deadline is not None:
+        schedule(tx, "reservation", str(row.reservation_id), row.queue_deadline)
     enqueue(tx, "pool", [str(row.pool_id)])
 
 

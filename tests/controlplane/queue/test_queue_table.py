@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
@@ -267,3 +268,14 @@ def test_a_claim_reads_no_more_of_a_long_queue_than_it_takes(session: Session) -
     scanned, fetched = session.run(count_rows)
     assert scanned == 0
     assert fetched <= 3 * 8
+
+
+def test_what_is_scheduled_runs_then_or_when_it_was_due_already(session: Session) -> None:
+    shards = own(session, "w1")
+    now = session.conn.execute("select compute_now()").fetchone()
+    assert now is not None
+    session.run(queue.schedule, "node", "later", now[0] + timedelta(hours=1))
+    session.run(queue.schedule, "node", "both", now[0] + timedelta(hours=1))
+    session.run(queue.schedule, "node", "both", now[0] - timedelta(seconds=1))
+    session.run(queue.schedule, "node", "both", now[0] + timedelta(hours=2))
+    assert keys(claim(session, shards, "w1")) == ["both"]
