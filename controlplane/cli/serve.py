@@ -12,6 +12,7 @@ from controlplane.app import NotMigrated
 from controlplane.cli.session import Failed
 from controlplane.config import ConfigError
 from controlplane.db.migrate import MigrationError
+from controlplane.db.pool import BadDsn
 from controlplane.db.tx import DatabaseError
 from controlplane.fleet.keys import KeysError
 from controlplane.server import bind_sockets, run_server, run_until_signal
@@ -50,6 +51,12 @@ def reporting() -> Generator[None]:
         failed = _first(group, Failed)
     except* ConfigError as group:
         failed = Failed("CONFIG", str(_first(group, ConfigError)))
+    except* BadDsn as group:
+        failed = Failed(
+            "CONFIG",
+            f"database.dsn: {_first(group, BadDsn)}",
+            "it is a connection string of libpq's, as in host=/run/postgresql dbname=bettercompute",
+        )
     except* NotMigrated as group:
         failed = Failed("NOT_MIGRATED", str(_first(group, NotMigrated)))
     except* MigrationError as group:

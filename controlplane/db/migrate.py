@@ -147,7 +147,7 @@ def migrate(dsn: str, migrations: Sequence[Migration], *, lock_timeout: str = "5
             _keep_house(conn)
             return todo
     except psycopg.Error as exc:
-        raise MigrationError("the migration run could not use the database") from exc
+        raise MigrationError(f"the migration run could not use the database: {str(exc).strip()}") from exc
 
 
 def _has_ledger(conn: psycopg.Connection) -> bool:

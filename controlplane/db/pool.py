@@ -82,15 +82,16 @@ class DatabaseConfig:
         return self.direct_dsn or self.dsn
 
 
-def role_dsn(dsn: str, user: str) -> str:
-    """Return the connection string with this login role in place of whatever user it names.
+class BadDsn(ValueError):
+    """A connection string that libpq would not read."""
 
-    Raises ValueError for what libpq would not read.
-    """
+
+def role_dsn(dsn: str, user: str) -> str:
+    """Return the connection string with this login role in place of whatever user it names. Raises BadDsn."""
     try:
         return make_conninfo(dsn, user=user)
     except psycopg.ProgrammingError as exc:
-        raise ValueError(str(exc).strip()) from exc
+        raise BadDsn(str(exc).strip()) from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ async def test_leases_are_free_after_a_clean_stop(dsn: Dsn, tmp_path: Path) -> N
         (("[database]\ndsn", "[database]\ndns"), ["CONFIG", "dns"]),
         (("https://", "http://"), ["CONFIG", "gateway.endpoints", "https://"]),
         (("host=", "host=/nowhere"), ["DATABASE", "nowhere"]),
+        (("dbname=", "dbnam="), ["CONFIG", "database.dsn", "dbnam", "hint:"]),
     ],
 )
 async def test_a_configuration_that_cannot_be_used_is_named(
