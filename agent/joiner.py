@@ -11,6 +11,7 @@ this run or by the next. The error of a join has the exit code and says what to 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -70,6 +71,8 @@ REQUEST_S: Final = 60.0
 ATTEMPTS: Final = 5
 RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 10.0
+# As `shared.joining.HostFacts` has it; a gateway refuses others as it refuses everything, without a word.
+_NAME: Final = re.compile(r"[!-~]{0,253}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,21 @@ class Joining:
 
 
 def describe_host(inventory: Inventory, *, name: str, agent_version: str) -> HostFacts:
-    """Return what the machine says of itself when it joins; `name` replaces the host's, if given."""
+    """Return what the machine says of itself when it joins; `name` replaces the host's, if given.
+
+    Raises:
+        CommandFailed: no fleet takes such a name.
+    """
+    hostname = name or inventory.host.hostname
+    if not _NAME.match(hostname):
+        raise CommandFailed(
+            ExitCode.USAGE,
+            f"{hostname!r} cannot be a node's name",
+            "give one with --name: up to 253 ASCII letters, digits and signs, without spaces",
+        )
     return HostFacts(
         agent_version=agent_version,
-        hostname=name or inventory.host.hostname,
+        hostname=hostname,
         machine_id=inventory.host.machine_id,
         boot_id=inventory.host.boot_id,
         gpu_uuids=[gpu.uuid for gpu in inventory.gpus],

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -307,6 +308,8 @@ def _reason(exc: BaseException) -> str:
     # the innermost cause is the system's own word, as "Connection refused"
     inner: BaseException | None = exc
     while inner is not None:
+        if isinstance(inner, ssl.SSLError):  # an OSError whose number is OpenSSL's own
+            return f"TLS: {(inner.reason or str(inner)).lower().replace('_', ' ')}"
         if isinstance(inner, OSError) and inner.errno is not None and inner.errno > 0:
             return os.strerror(inner.errno)
         if isinstance(inner, BaseExceptionGroup):  # trio's, of the attempts at a name's several addresses

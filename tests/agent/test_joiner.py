@@ -74,6 +74,14 @@ async def open_site(directory: Path, *, foreign_certificate: bool = False) -> As
         yield Site(plane, gateway, Endpoint("127.0.0.1", port), directory, devices)
 
 
+@pytest.mark.parametrize("name", ["é", "two words", "\x1b[31mred", "x" * 254])
+async def test_a_name_that_no_fleet_takes_is_refused_before_anything_is_sent(name: str):
+    inventory = await FakeDevices("gpu-7", "h100").probe()
+    with pytest.raises(CommandFailed, match="cannot be a node's name") as refused:
+        describe_host(inventory, name=name, agent_version="1")
+    assert refused.value.exit_code == ExitCode.USAGE
+
+
 async def test_a_machine_joins_and_knows_its_place(tmp_path: Path):
     async with open_site(tmp_path) as site:
         with trio.fail_after(30):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -128,6 +129,16 @@ async def test_what_was_never_sent_is_repeated_and_then_unreachable() -> None:
         with pytest.raises(Unreachable, match=r"no answer from http://test:1: timed out") as failed:
             await client.change("sites/create", {"slug": "lab"})
     assert failed.value.may_pass
+
+
+async def test_what_is_wrong_with_tls_is_said_in_its_own_words() -> None:
+    wrong = httpx2.ConnectError("gone")
+    wrong.__cause__ = ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)")
+    wrong.__cause__.reason = "WRONG_VERSION_NUMBER"
+    script = Script(wrong, wrong)
+    async with open_client(URL, "k", transport=script.transport) as client:
+        with pytest.raises(Unreachable, match="TLS: wrong version number"):
+            await client.read("sites/list", {})
 
 
 @pytest.mark.parametrize("second", [httpx2.ReadError, httpx2.ConnectError])

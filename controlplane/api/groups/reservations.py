@@ -331,7 +331,7 @@ def _aware(given: MoveEndInput) -> datetime:
 def _move_end(
     tx: Tx, call: Call, row: Reservation, target: Target[Reservation], end: datetime
 ) -> Outcome[ReservationView]:
-    guards.check_version(target.row.version, row.version, what=f"reservation {row.public_id}")
+    guards.check_changed(target.row.version == row.version, what=f"reservation {row.public_id}")
     refused = windows.move_end(tx, _tools(call), row, end, load_now(tx))
     if refused is not None:
         raise refused
