@@ -59,12 +59,16 @@ async def run_mutation(call: Call, method: AnyMutation, typed: Any) -> Answer:  
         error = _denial(call, method, decision)
         await db.run_tx(run.close_denied, target, decision, error)
         raise error
+    refused: Exception | None = None
+    done: Any = None
     try:
         done = await db.run_tx(run.perform, target)
     except (errors.ApiError, BadCredential) as exc:
+        refused = exc
+    if refused is not None:
         if isinstance(method, Drafted):
-            await db.run_tx(run.close_refused, method, target, as_api_error(exc))
-        raise
+            await db.run_tx(run.close_refused, method, target, as_api_error(refused))
+        raise refused
     if isinstance(done, Answer):
         return done
     if done.forget_credential:

@@ -324,7 +324,7 @@ async def _wait_adopted(
 ) -> bool:
     """Say how many have been adopted until all are; False if the agents ended before."""
     seen = -1
-    with trio.move_on_after(ADOPTION_S):
+    with trio.move_on_after(ADOPTION_S):  # noqa: ASYNC912 - if they are gone there is no wait
         while not died.is_set():
             pool = await client.read("pools/get", {"pool": _POOLS[settings.variant]["slug"]})
             adopted = int(pool["nodes_placeable"])

@@ -264,7 +264,7 @@ async def test_a_flood_of_frames_that_carry_nothing_is_cut_off(serve: Opener, ki
     async with serve() as server:
         peer = await server.dial_h2()
         await peer.request(b"/forever")
-        with trio.fail_after(10):
+        with trio.fail_after(10):  # noqa: ASYNC912
             try:
                 while True:
                     await peer.stream.send_all(FLOODS[kind] * 200)
@@ -276,7 +276,7 @@ async def test_a_flood_of_frames_that_carry_nothing_is_cut_off(serve: Opener, ki
 async def test_rapid_reset_is_cut_off(serve: Opener) -> None:
     async with serve() as server:
         peer = await server.dial_h2()
-        with trio.fail_after(10):
+        with trio.fail_after(10):  # noqa: ASYNC912
             try:
                 while True:
                     stream_id = await peer.request(end=False)

@@ -139,7 +139,7 @@ class H2Peer:
 
 async def receive(stream: trio.abc.Stream) -> bytes:
     """Return what comes next; nothing at the end, however it ended."""
-    with trio.fail_after(10):
+    with trio.fail_after(10):  # noqa: ASYNC912
         try:
             return bytes(await stream.receive_some(65536))
         except trio.BrokenResourceError:

@@ -131,7 +131,7 @@ async def test_health_follows_the_database(
             assert unhealthy.body["reason"].startswith("database")
             conn.execute(allow.format(sql.Identifier(dsn.name), sql.Literal(True)))
         with trio.fail_after(20):
-            while (await api.send("GET", "/health")).status != 200:
+            while (await api.send("GET", "/health")).status != 200:  # noqa: ASYNC110
                 await trio.lowlevel.checkpoint()
 
 

@@ -42,7 +42,7 @@ class Follower:
     async def next(self) -> dict[str, Any] | None:
         """Return the next event's data; None at the end."""
         with trio.fail_after(10):
-            while True:
+            while True:  # noqa: ASYNC913
                 while "\n\n" not in self.text:
                     event = await self._next_http()
                     if not isinstance(event, h11.Data):
@@ -196,7 +196,7 @@ async def test_streams_are_counted_and_bounded(dsn: Dsn, monkeypatch: pytest.Mon
             refused = await streams.api.send("GET", "/api/compute/events/stream")
             assert (refused.status, refused.code) == (429, "RATE_LIMITED")
         with trio.fail_after(5):
-            while "better_compute_http_event_streams 0.0" not in (await streams.api.client.get("/metrics")).text:
+            while "better_compute_http_event_streams 0.0" not in (await streams.api.client.get("/metrics")).text:  # noqa: ASYNC110
                 await trio.lowlevel.checkpoint()
 
 

@@ -220,12 +220,6 @@ async def test_the_board_shows_what_is_held_and_counts_the_rest(dsn: Dsn) -> Non
         assert await ledger.run(fleet.load_totals, 2) == fleet.BoardTotals(0, 0, 0, 0, 0, 0, 0, 0, 0)
         states = await ledger.run(fleet.count_states, 1)
         assert states == {"active": 1, "binding": 1, "placed": 1, "queued": 1, "releasing": 1}
-            "active": 1,
-            "binding": 1,
-            "placed": 1,
-            "queued": 1,
-            "releasing": 1,
-        }
         assert await ledger.run(fleet.count_overlaps) == 0
         ledger.execute("alter table allocation drop constraint allocation_one_hold")
         ledger.execute("update allocation set spans = '{[0,)}' where node_id = 1")
