@@ -151,7 +151,7 @@ def open_command_server(dsn: Dsn, *, nodes: int = 2) -> Generator[CommandServer]
     def host() -> None:
         try:
             trio.run(main)
-        except BaseException as exc:  # noqa: BLE001 - handed to the test below  # noqa: ASYNC103 - handed to the thread that waits
+        except BaseException as exc:  # noqa: ASYNC103, BLE001 - handed to the test below
             failure.append(exc)
         finally:
             ready.set()
