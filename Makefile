@@ -15,7 +15,7 @@ format: ## rewrite the code in the one format
 lint: ## format, ruff's rules, and the trio rules that only flake8-async knows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	find $(CODE) -name '*.py' -print0 | xargs -0 $(BIN)/flake8-async --enable=ASYNC \
+	find $(CODE) -name '*.py' -print0 | xargs -0 -P 2 -n 60 $(BIN)/flake8-async --enable=ASYNC \
 		--disable=ASYNC106,ASYNC114,ASYNC122,ASYNC124,ASYNC910,ASYNC911
 
 types: ## basedpyright: strict for the packages, standard for the tests
