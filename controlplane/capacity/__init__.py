@@ -1,1 +1,12 @@
-"""Package map of `controlplane.capacity`: written when its modules are."""
+"""The ledger's moves, each a synchronous function inside one transaction.
+
+    place      quota, plan under the nodes' locks, bookings; bind: holds, specs
+    specs      a node's desired state, written whole and signed
+    evidence   what nodes signed: the only way to `active` and to `released`
+    end        causes and releases
+    lifecycle  what the clock makes due, and repair
+    waiting    the queue of a pool
+    windows    another end for a window, with the same devices or not at all
+
+Lock order everywhere: reservation, quotas, nodes in the order of their ids.
+"""

@@ -1,1 +1,0 @@
-"""Package map of `controlplane.audit`: written when its modules are."""
