@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from controlplane.config import Config
 from controlplane.errors import all_errors
+from shared.metrics import Metrics
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 
 
 def test_every_error_has_its_section_with_its_status() -> None:
@@ -22,3 +34,46 @@ def test_every_decision_is_numbered_without_gaps() -> None:
     for name in names:
         title = (DOCS / "decisions" / name).read_text(encoding="utf-8").splitlines()[0]
         assert title.startswith(f"# {name[:4]}: ")
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    text = (DOCS / "reference" / "configuration.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `([a-z_.]+)` \| (required|`[^|]+`) \|", text, re.MULTILINE)
+    assert sorted(documented) == sorted(settings(Config))
+
+
+def settings(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key of the file as its path, with its default as the page shows it."""
+    for field in msgspec.structs.fields(section):
+        name = prefix + field.name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from settings(field.type, f"{name}.")
+        elif field.required:
+            yield name, "required"
+        else:
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            yield name, f"`{json.dumps(default)}`"  # TOML's for these types
+
+
+def test_every_metric_is_documented_as_it_describes_itself() -> None:
+    text = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(\S+)` \| (\w+) \| ([\w, –]+) \| (.+) \|$", text, re.MULTILINE)
+    registry = CollectorRegistry()
+    Metrics(registry)
+    assert sorted(documented) == sorted(described(metric) for metric in registry._collector_to_names)
+
+
+def described(metric: Any) -> tuple[str, str, str, str]:
+    """Return name, type, labels and meaning, as the page has them."""
+    name = f"{metric._name}_total" if metric._type == "counter" else metric._name
+    return name, metric._type, ", ".join(metric._labelnames) or "–", metric._documentation
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(DOCS.glob("*/*.md"))], ids=lambda path: path.name)
+def test_files_of_the_tree_that_a_page_names_are_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:tests|packaging|migrations|controlplane|agent|shared|fleetsim)/[\w./@-]+\.\w+)`", text)
+    linked = re.findall(r"\]\(([\w./-]+\.md)\)", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    missing += [name for name in linked if not (path.parent / name).exists()]
+    assert missing == []
