@@ -1,11 +1,11 @@
 """What can be decided without looking: pure functions and tables, no await, no SQL, no clock.
 
-    states                 state machines as data
-    units, requests        the line of units; what a user's totals become
-    nodeview, nvlink, fit  a node as the planner sees it, and what of it fits
-    planner, index         plans; the same from an index of a pool
-    refusals, earliest     why not, and when
-    devices                slots, health and links from an inventory
-    evidence               what became of a signed statement
-    queues, shards         the work queues by name, and how keys are divided
+states                 state machines as data
+units, requests        the line of units; what a user's totals become
+nodeview, nvlink, fit  a node as the planner sees it, and what of it fits
+planner, index         plans; the same from an index of a pool
+refusals, earliest     why not, and when
+devices                slots, health and links from an inventory
+evidence               what became of a signed statement
+queues, shards         the work queues by name, and how keys are divided
 """
