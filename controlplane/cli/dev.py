@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.parse import urlsplit
 
 import trio
 
-from controlplane.cli.client import ApiFailure, open_client
-from controlplane.cli.profiles import write_profile
+from controlplane.cli.client import ApiFailure, ClientError, open_client
+from controlplane.cli.profiles import config_path, load_profiles, write_profile
 from controlplane.cli.session import Failed
 from controlplane.config import ApiSection, Config, DatabaseSection, GatewaySection
 from controlplane.db.embedded import EmbeddedPostgresError, open_embedded
@@ -58,6 +59,8 @@ SIM_MAX: Final = 200
 ADOPTION_S: Final = 180.0
 # Agents leave, requests end, PostgreSQL shuts down: each has less than this.
 AGENTS_STOP_S: Final = 3.0
+# For a server on this machine to say that it is there.
+PROBE_S: Final = 2.0
 TOKEN_LIFE_S: Final = 3600
 POLL_S: Final = 0.2
 
@@ -66,8 +69,8 @@ _POOLS: dict[Variant, dict[str, object]] = {
     "cpu": {"slug": "cpu", "name": "Simulated CPU servers", "kind": "cpu"},
 }
 _NEXT: dict[Variant, str] = {
-    "h100": "bcctl reserve --pool h100 --gpus 4 --for 1h",
-    "cpu": "bcctl reserve --pool cpu --vcpus 4 --for 1h",
+    "h100": "reserve --pool h100 --gpus 4 --for 1h",
+    "cpu": "reserve --pool cpu --vcpus 4 --for 1h",
 }
 
 
@@ -135,7 +138,7 @@ async def _run_in(directory: Path, run: _Run) -> None:
     settings, say = run.settings, run.say
     started = trio.current_time()
     state = None if settings.data_dir is None else settings.data_dir / "postgres"
-    say("Starting PostgreSQL" + (" in memory only" if state is None else f" in {state}"))
+    say("Starting PostgreSQL" + (" in a throwaway directory" if state is None else f" in {state}"))
     async with open_embedded(state, fsync=state is not None) as postgres:
         say(f"PostgreSQL {postgres.binaries.version} is running ({trio.current_time() - started:.1f} s)")
         owner = await trio.to_thread.run_sync(postgres.ensure_database, DATABASE)
@@ -177,13 +180,29 @@ async def _serve(directory: Path, run: _Run, postgres: EmbeddedPostgres) -> None
         say(f"Gateway listening on {gateway_url}, pin {app.api.keys.pin}")
         say("Workers running: " + ", ".join(role for role in config.roles if role not in ("api", "gateway")))
         key = await _admin_key(directory, role_dsn(config.database.dsn, "bc_api"))
-        path = write_profile(PROFILE, url, key)
-        say(f"Profile {PROFILE!r} for bcctl is in {path}")
+        profile = await _profile_name(url)
+        path = write_profile(profile, url, key)
+        say(f"Profile {profile!r} for bcctl is in {path}")
         async with open_client(url, key) as client, trio.open_nursery() as until_stop:
             # the server stops at the same event, so nothing may go on asking it
             until_stop.start_soon(_cancel_at, run.stop, until_stop)
-            await _run_fleet(client, directory, run, (gateway_url, app.api.keys.pin))
+            await _run_fleet(client, directory, run, (gateway_url, app.api.keys.pin), profile)
             until_stop.cancel_scope.cancel("the fleet has ended")
+
+
+async def _profile_name(url: str) -> str:
+    """`dev`, or another name while a `dev` of another address still answers: its only key is in that profile."""
+    path = config_path()
+    known = load_profiles(path).profiles.get(PROFILE) if path.exists() else None
+    if known is None or known.url == url:
+        return PROFILE
+    async with open_client(known.url, None) as other:
+        try:
+            with trio.fail_after(PROBE_S):
+                await other.health()
+        except (ClientError, trio.TooSlowError):
+            return PROFILE
+    return f"{PROFILE}-{urlsplit(url).port}"
 
 
 async def _gateway_port(directory: Path) -> int:
@@ -221,7 +240,9 @@ async def _admin_key(directory: Path, dsn: str) -> str:
 # --- the fleet -----------------------------------------------------------------------------------
 
 
-async def _run_fleet(client: AsyncApiClient, directory: Path, run: _Run, gateway: tuple[str, str]) -> None:
+async def _run_fleet(
+    client: AsyncApiClient, directory: Path, run: _Run, gateway: tuple[str, str], profile: str
+) -> None:
     settings, say, stop = run.settings, run.say, run.stop
     pool = await _ensure_pool(client, settings.variant)
     if settings.sim == 0:
@@ -231,7 +252,7 @@ async def _run_fleet(client: AsyncApiClient, directory: Path, run: _Run, gateway
     spec = await _fleet_spec(client, directory, settings, gateway, str(pool["slug"]))
     async with _agents(spec, say) as died:
         if await _wait_adopted(client, settings, say, died):
-            await _announce(client, settings, say)
+            await _announce(client, settings, profile, say)
             await died.wait()
         if not stop.is_set():
             raise Failed(
@@ -268,7 +289,7 @@ async def _fleet_spec(
     make_private_directory(nodes_dir)
     nodes: list[dict[str, object]] = []
     for number in range(settings.sim):
-        name = f"{pool}-{number:02}"
+        name = _node_name(pool, number)
         node: dict[str, object] = {"name": name, "variant": settings.variant}
         if not (nodes_dir / name / "identity.pem").exists():
             made = await client.change(
@@ -326,8 +347,7 @@ async def _wait_adopted(
     seen = -1
     with trio.move_on_after(ADOPTION_S):  # noqa: ASYNC912 - if they are gone there is no wait
         while not died.is_set():
-            pool = await client.read("pools/get", {"pool": _POOLS[settings.variant]["slug"]})
-            adopted = int(pool["nodes_placeable"])
+            adopted = await _count_adopted(client, settings)
             if adopted != seen:
                 seen = adopted
                 say(f"Nodes joining: {adopted} of {settings.sim} adopted")
@@ -342,11 +362,26 @@ async def _wait_adopted(
     )
 
 
-async def _announce(client: AsyncApiClient, settings: DevSettings, say: Callable[[str], None]) -> None:
+async def _count_adopted(client: AsyncApiClient, settings: DevSettings) -> int:
+    """Of this run's machines, those that may be placed on and whose agent is there: not those of an earlier run."""
+    pool = str(_POOLS[settings.variant]["slug"])
+    ours = {_node_name(pool, number) for number in range(settings.sim)}
+    listing = await client.list("nodes/list", {"pool": pool}, limit=10_000)
+    return sum(node["name"] in ours and node["placeable"] and node["session_open"] for node in listing.items)
+
+
+def _node_name(pool: str, number: int) -> str:
+    return f"{pool}-{number:02}"
+
+
+async def _announce(client: AsyncApiClient, settings: DevSettings, profile: str, say: Callable[[str], None]) -> None:
     pool = await client.read("pools/get", {"pool": _POOLS[settings.variant]["slug"]})
     plural = "" if settings.sim == 1 else "s"
     say(f"{settings.sim} simulated node{plural} adopted")
     size = f"{pool['gpus']} GPUs" if settings.variant == "h100" else f"{pool['vcpus']} vCPUs"
     say(f"Pool {pool['slug']} ({pool['id']}): {size}")
     say("Ready. In another terminal:")
-    say(f"  {_NEXT[settings.variant]}")
+    # as it was started: a newcomer has not put the environment on the PATH
+    program = "bcctl" if shutil.which("bcctl") else sys.argv[0]
+    chosen = "" if profile == PROFILE else f" --profile {profile}"
+    say(f"  {program}{chosen} {_NEXT[settings.variant]}")

@@ -247,6 +247,10 @@ def revoke_authorization(tx: Tx, node_id: int, *, reason: str) -> bool:
           update certificate set revoked_at = compute_now() where node_id = %(node)s and revoked_at is null
         ), closed as (
           update node_session set open = false, epoch = epoch + 1, closed_at = compute_now() where node_id = %(node)s
+        ), cut_off as (
+          -- we have just hung up on it: nothing new may be placed there while its lease runs out
+          update node set connectivity = 'unreachable', connectivity_at = compute_now()
+          where node_id = %(node)s and connectivity = 'connected'
         )
         select count(*) from silenced
         """,

@@ -73,7 +73,7 @@ def load_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, list[PlacedP
           select distinct on (a.reservation_id, a.node_id) a.*
           from allocation a join reservation r using (reservation_id)
           where a.reservation_id = any(%(ids)s)
-            and (a.released_at is null or r.state = 'released')
+            and (a.released_at is null or a.releasing_at = r.releasing_at)
           order by a.reservation_id, a.node_id, a.allocation_id desc
         ), part as (
           select reservation_id, node_id from held

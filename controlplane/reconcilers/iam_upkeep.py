@@ -24,7 +24,7 @@ _log = structlog.get_logger()
 PERIOD_S = 60.0
 DEADLINE_S = 60.0
 CHUNK = 1_000
-# `bcctl api-keys list` shows what was in force lately; who used it when is in the audit log.
+# `bcctl keys list` shows what was in force lately; who used it when is in the audit log.
 DEAD_KEYS_KEPT_S = 90 * 24 * 3600.0
 
 

@@ -173,6 +173,7 @@ async def test_revoked_certificates_speak_no_more(dsn: Dsn, tmp_path: Path) -> N
         node = await api.ok("nodes/revoke", node=machine.public_id, reason="stolen")
         assert (node["authorized"], node["session_open"]) == (False, False)
         assert fleet.execute("select count(*) from certificate where revoked_at is null") == [(0,)]
+        assert fleet.execute("select placeable from node where public_id = %s", machine.public_id) == [(False,)]
         assert "bc_gateway" in api.rings.rung
 
 
