@@ -1,7 +1,7 @@
 """A node as the planner sees it: what it has, what is booked when, what is held now.
 
-Read from the ledger in one go and never changed; `placement_gen` is how a plan made from it is known to be stale. The
-sets of slots a plan is made of are worked out once, here, so that planning a pool is arithmetic on ints.
+Read from the ledger in one go and never changed; `placement_gen` says which state of the node it is. The sets
+of slots a plan is made of are worked out once, here, so that planning a pool is arithmetic on ints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class NodeView:
 
     Attributes:
         node_id: the database's number of it; names it in plans and breaks ties.
-        placement_gen: as read; the commit of a plan requires it unchanged.
+        placement_gen: as read; moves with everything that may change a plan, so an index knows what to read again.
         placeable: may take new bookings.
         why_not: one or two words for people if it may not ("unreachable", "cordoned").
         slots: the GPUs, healthy or not.

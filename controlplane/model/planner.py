@@ -1,8 +1,8 @@
 """Placement: which GPUs of which nodes a request gets, and if none, why not and when.
 
-Pure and synchronous. A plan is a proposal: the transaction that books it locks its nodes, requires their
-`placement_gen` to be the one planned from, and inserts under the two range constraints. A stale view therefore costs a
-new plan, never a double booking.
+Pure and synchronous. A plan is a proposal: the transaction that books it locks its nodes, plans again on them as they
+are under the locks, and inserts under the two range constraints. A stale view therefore costs a new plan, never a
+double booking.
 
 The rules, exact on the views given:
     - A part's GPUs are on one node, and the parts of a gang on different nodes: all are placed, in the same window, or
