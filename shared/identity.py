@@ -240,14 +240,6 @@ def load_chain(pem: bytes) -> list[x509.Certificate]:
         raise BadCertificate("certificate_malformed", "no readable certificate") from exc
 
 
-def load_certificate_der(der: bytes) -> x509.Certificate:
-    """Read a certificate as TLS hands it over. Raises BadCertificate."""
-    try:
-        return x509.load_der_x509_certificate(der)
-    except ValueError as exc:
-        raise BadCertificate("certificate_malformed", "not a certificate") from exc
-
-
 def encode_chain(chain: list[x509.Certificate]) -> bytes:
     return b"".join(certificate.public_bytes(serialization.Encoding.PEM) for certificate in chain)
 

@@ -54,7 +54,6 @@ DATABASE: Final = "bettercompute"
 PROFILE: Final = "dev"
 SITE: Final = "local"
 GATEWAY_PORT: Final = 7443
-SIM_MAX: Final = 200
 # From the first agent's start; a machine with two busy cores needs a second a node.
 ADOPTION_S: Final = 180.0
 # Agents leave, requests end, PostgreSQL shuts down: each has less than this.

@@ -257,28 +257,3 @@ def revoke_authorization(tx: Tx, node_id: int, *, reason: str) -> bool:
         {"node": node_id, "reason": reason},
     )
     return revoked == 1
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateRow:
-    """A certificate as operators see it."""
-
-    serial: str
-    key_id: str
-    spiffe_id: str
-    issued_by: str
-    not_before: datetime
-    not_after: datetime
-    revoked_at: datetime | None
-
-
-def load_newest(tx: Tx, node_id: int) -> CertificateRow | None:
-    """The newest certificate of a node."""
-    return tx.row(
-        CertificateRow,
-        """
-        select serial, key_id, spiffe_id, issued_by, not_before, not_after, revoked_at
-        from certificate where node_id = %(node)s order by certificate_id desc limit 1
-        """,
-        {"node": node_id},
-    )

@@ -400,19 +400,3 @@ def load_placed_on(tx: Tx, node_id: int, *, limit: int) -> list[int]:
             {"node": node_id, "limit": limit},
         )
     ]
-
-
-def load_live_on(tx: Tx, node_id: int) -> list[int]:
-    """Reservations with a live booking or an open hold on this node."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            """
-            select reservation_id from booking where node_id = %(node)s and live and reservation_id is not null
-            union
-            select reservation_id from allocation where node_id = %(node)s and released_at is null
-            order by 1
-            """,
-            {"node": node_id},
-        )
-    ]

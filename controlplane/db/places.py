@@ -154,11 +154,6 @@ def find_pool(tx: Tx, ref: str) -> Pool | None:
     )
 
 
-def load_pool(tx: Tx, pool_id: int) -> Pool | None:
-    """Return a pool by its key, a deleted one too."""
-    return tx.row(Pool, _SELECT_POOL + "where p.pool_id = %s", (pool_id,))
-
-
 def list_pools(tx: Tx, *, site_id: int | None, after: int, limit: int) -> list[Pool]:
     """Return pools with a key beyond `after`, in the order in which they were made."""
     return tx.rows(

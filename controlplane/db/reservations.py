@@ -415,12 +415,3 @@ def record_usage(tx: Tx, reservation_id: int, *, end: datetime) -> int:
         """,
         {"id": reservation_id, "end": end},
     )
-
-
-def count_open(tx: Tx) -> dict[str, int]:
-    """Reservations that have not ended, by state."""
-    return dict(
-        tx.tuples(
-            "select state, count(*) from reservation where ended_at is null group by state order by state",
-        )
-    )
