@@ -182,7 +182,7 @@ def text_files() -> Iterator[Path]:
     for directory, inside, files in os.walk(ROOT):
         inside[:] = [name for name in inside if name == ".ci" or (name not in NOT_OURS and not name.startswith("."))]
         for name in files:
-            if Path(name).suffix in TEXT_SUFFIXES:
+            if Path(name).suffix in TEXT_SUFFIXES and name != ".git":  # a file in a linked worktree
                 yield Path(directory, name)
 
 
