@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from controlplane.capacity import end as ending
 from controlplane.capacity.lifecycle import step
-from controlplane.capacity.place import LedgerTools, Placed, place
+from controlplane.capacity.place import LedgerTools, Placed, announce, place
 from controlplane.capacity.waiting import place_queued
 from controlplane.db import inbox, ledger, reservations, specs
 from controlplane.db.pool import Database, DatabaseConfig, open_database
@@ -157,6 +157,7 @@ class LedgerFleet:
             placed = place(tx, self.tools, reservation, load_now(tx))
             if not isinstance(placed, Placed):
                 assert reservations.mark_queued(tx, reservation_id, "draft", reason=placed.detail)
+                announce(tx, reservation, "queued", reason=placed.detail)
 
         await self.run(admit)
         return await self.load(reservation_id)

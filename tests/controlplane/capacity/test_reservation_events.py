@@ -65,8 +65,6 @@ async def test_what_holds_nothing_names_no_node(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         await fleet.reserve(8)
         waiting = await fleet.reserve(4)
-        fleet.execute("update reservation set pending_reason = '' where reservation_id = %s", waiting.reservation_id)
-        await fleet.retry_queue(waiting.reservation_id)
         ((what, data),) = told(fleet, waiting)
         assert (what, data["nodes"], data["node_count"], data["gpus"]) == ("queued", [], 1, 4)
         assert data["reason"] == "needs 4 GPUs on one node; most free on one node: 0"
