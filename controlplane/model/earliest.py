@@ -16,10 +16,11 @@ from bisect import insort
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from controlplane.model.fit import fit_around, request_window
+from controlplane.model.fit import Asked, fit_around, request_window
+from controlplane.model.instants import FOREVER, to_datetime, to_instant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from datetime import datetime
 
     from controlplane.model.nodeview import NodeView
@@ -32,7 +33,7 @@ CHECK_STEPS = 20
 
 
 def find_earliest(
-    request: PlacementRequest, nodes: Sequence[NodeView], now: datetime, horizon: datetime
+    request: PlacementRequest, nodes: Iterable[NodeView], now: datetime, horizon: datetime
 ) -> datetime | None:
     """The earliest known start, after the one the request names and not after `horizon`; None if there is none."""
     search = _Search(request, nodes, now, horizon)
@@ -40,15 +41,18 @@ def find_earliest(
     if len(firsts) < request.nodes:
         return None
     # A gang cannot start before as many nodes as it has parts have had their first start; one part starts there.
-    return firsts[-1] if request.nodes == 1 else search.find_common_start(firsts[-1])
+    start = firsts[-1] if request.nodes == 1 else search.find_common_start(firsts[-1])
+    return None if start is None else to_datetime(start)
 
 
 class _Search:
-    def __init__(self, request: PlacementRequest, nodes: Sequence[NodeView], now: datetime, horizon: datetime) -> None:
+    def __init__(self, request: PlacementRequest, nodes: Iterable[NodeView], now: datetime, horizon: datetime) -> None:
+        asked = request_window(request, now)
         self._request = request
-        self._now = now
-        self._base = request_window(request, now)[0].start
-        self._horizon = horizon
+        self._length = FOREVER if asked.end == FOREVER else asked.end - asked.start
+        self._now = to_instant(now)
+        self._base = asked.start
+        self._horizon = to_instant(horizon)
         self._steps_left = STEPS_MAX
         # Those that could start first come first, so that most of a large pool need not be looked at.
         firsts = [
@@ -56,9 +60,9 @@ class _Search:
         ]
         self._nodes = sorted(firsts, key=itemgetter(0, 1))
 
-    def find_first_starts(self) -> list[datetime]:
+    def find_first_starts(self) -> list[int]:
         """The first start of each node, the earliest as many as the gang has parts, ascending."""
-        firsts: list[datetime] = []
+        firsts: list[int] = []
         for earliest, _, node in self._nodes:
             if self._is_late(firsts, earliest):
                 break
@@ -74,7 +78,7 @@ class _Search:
                     break
         return firsts
 
-    def find_common_start(self, earliest: datetime) -> datetime | None:
+    def find_common_start(self, earliest: int) -> int | None:
         """The first start, `earliest` or later, at which as many nodes fit as the gang has parts."""
         self._steps_left = STEPS_MAX
         nodes = [(node, self._stuck(node)) for _, _, node in self._nodes]
@@ -89,16 +93,15 @@ class _Search:
                     return start
         return None
 
-    def _is_late(self, firsts: list[datetime], start: datetime) -> bool:
+    def _is_late(self, firsts: list[int], start: int) -> bool:
         return len(firsts) == self._request.nodes and start >= firsts[-1]
 
-    def _starts(self, node: NodeView) -> list[datetime]:
+    def _starts(self, node: NodeView) -> list[int]:
         """The starts to try on this node, in no order."""
         base, horizon = self._base, self._horizon
-        starts = [end for _, _, end in node.booked_masks if end is not None and base < end <= horizon]
+        starts = [end for _, _, end in node.booked if base < end <= horizon]
         if node.scalars_booked:
-            ends = [booked.end for booked in node.scalars_booked]
-            starts += [end for end in ends if end is not None and base < end <= horizon]
+            starts += [booked.end for booked in node.scalars_booked if base < booked.end <= horizon]
         if self._request.nodes > 1:
             # A node that is free already waits for the others.
             starts.append(base)
@@ -106,10 +109,10 @@ class _Search:
 
     def _stuck(self, node: NodeView) -> int:
         """The slots that are held and not booked now: nobody knows until when."""
-        return node.held_mask & ~node.booked_at(self._now) if node.held_mask else 0
+        return node.held & ~node.booked_at(self._now) if node.held else 0
 
-    def _fits(self, node: NodeView, start: datetime, stuck: int) -> bool:
-        self._steps_left -= CHECK_STEPS + len(node.booked_masks) + len(node.scalars_booked)
-        end = None if self._request.duration is None else start + self._request.duration
-        taken = stuck | node.booked_in(start, end)
-        return fit_around(self._request, node, start, end, taken, starts_now=False) is not None
+    def _fits(self, node: NodeView, start: int, stuck: int) -> bool:
+        self._steps_left -= CHECK_STEPS + len(node.booked) + len(node.scalars_booked)
+        end = FOREVER if self._length == FOREVER else start + self._length
+        later = Asked(start, end, starts_now=False)
+        return fit_around(self._request, node, later, stuck | node.booked_in(start, end)) is not None

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from controlplane.model.instants import to_end, to_instant
 from controlplane.model.nvlink import choose_slots, largest_set
-from controlplane.model.units import ALL_SLOTS, Window
+from controlplane.model.units import ALL_SLOTS
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -28,14 +29,23 @@ class Fit(NamedTuple):
     mask: int
 
 
-def request_window(request: PlacementRequest, now: datetime) -> tuple[Window, bool]:
-    """The window the request names, and whether it starts now."""
+class Asked(NamedTuple):
+    """The window that a request names, as instants `[start, end)`, and whether it starts now."""
+
+    start: int
+    end: int
+    starts_now: bool
+
+
+def request_window(request: PlacementRequest, now: datetime) -> Asked:
+    """The window the request names if it is placed at this instant."""
     starts_now = request.start is None or request.start <= now
     start = now if request.start is None or starts_now else request.start
-    return Window(start, None if request.duration is None else start + request.duration), starts_now
+    end = None if request.duration is None else start + request.duration
+    return Asked(to_instant(start), to_end(end), starts_now)
 
 
-def fit_node(request: PlacementRequest, node: NodeView, window: Window, *, starts_now: bool) -> Fit | None:
+def fit_node(request: PlacementRequest, node: NodeView, asked: Asked) -> Fit | None:
     """The slots to take of this node for one part of the request.
 
     For a later window bookings count alone: a hold is expected to be gone when the booking above it ends. A part that
@@ -43,20 +53,18 @@ def fit_node(request: PlacementRequest, node: NodeView, window: Window, *, start
     """
     if not node.placeable:
         return None
-    taken = node.booked_in(window.start, window.end)
-    if starts_now:
-        taken |= node.held_mask
-    return fit_around(request, node, window.start, window.end, taken, starts_now=starts_now)
+    taken = node.booked_in(asked.start, asked.end)
+    if asked.starts_now:
+        taken |= node.held
+    return fit_around(request, node, asked, taken)
 
 
-def fit_around(
-    request: PlacementRequest, node: NodeView, start: datetime, end: datetime | None, taken: int, *, starts_now: bool
-) -> Fit | None:
+def fit_around(request: PlacementRequest, node: NodeView, asked: Asked, taken: int) -> Fit | None:
     """Like `fit_node`, with the set of taken slots worked out by the caller."""
     if taken == ALL_SLOTS:
         return None
     if request.whole_node:
-        return _fit_whole(request, node, start, end, taken, starts_now=starts_now)
+        return _fit_whole(request, node, asked, taken)
     free = node.healthy & ~taken
     mask, rank = 0, ()
     if request.gpus_per_node:
@@ -67,7 +75,7 @@ def fit_around(
         mask, rank = choice
     if not (request.vcpus_per_node or request.memory_mib_per_node):
         return Fit((*rank, node.node_id), node, mask)
-    left = node.scalars_free(start, end, now=starts_now)
+    left = node.scalars_free(asked.start, asked.end, now=asked.starts_now)
     vcpus, memory_mib = left.vcpus - request.vcpus_per_node, left.memory_mib - request.memory_mib_per_node
     if vcpus < 0 or memory_mib < 0:
         return None
@@ -77,17 +85,15 @@ def fit_around(
     return Fit((*rank, node.node_id), node, mask)
 
 
-def _fit_whole(
-    request: PlacementRequest, node: NodeView, start: datetime, end: datetime | None, taken: int, *, starts_now: bool
-) -> Fit | None:
+def _fit_whole(request: PlacementRequest, node: NodeView, asked: Asked, taken: int) -> Fit | None:
     """A node of exactly the size asked for, every GPU healthy, and nothing of it booked or held by anybody.
 
     Any taken slot counts, one that is no longer in the inventory too: `[0,)` covers it.
     """
-    if taken or len(node.slots) != request.gpus_per_node or node.healthy != node.present:
+    if taken or node.gpus != request.gpus_per_node or node.healthy != node.present:
         return None
-    if request.topology == "nvlink-all" and largest_set(node.present, node.groups) < len(node.slots):
+    if request.topology == "nvlink-all" and largest_set(node.present, node.groups) < node.gpus:
         return None
-    if node.scalars_free(start, end, now=starts_now) != (node.vcpus, node.memory_mib):
+    if node.scalars_free(asked.start, asked.end, now=asked.starts_now) != (node.vcpus, node.memory_mib):
         return None
     return Fit((node.vcpus, node.memory_mib, node.node_id), node, node.present)

@@ -1,48 +1,36 @@
 """A node as the planner sees it: what it has, what is booked when, what is held now.
 
-Read from the ledger in one go and never changed; `placement_gen` says which state of the node it is. The sets
-of slots a plan is made of are worked out once, here, so that planning a pool is arithmetic on ints.
+Read from the ledger in one go and never changed; `placement_gen` says which state of the node it is. GPUs are sets of
+slots (ints, see `units`) and times are instants (ints, see `instants`), so that planning a pool is arithmetic on ints:
+what a GPU is called does not matter until it is held.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from controlplane.model.units import mask_of, touched_slots
+from controlplane.model.instants import FOREVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from datetime import datetime
-
-    from controlplane.model.units import Span
-
-
-class SlotView(NamedTuple):
-    """A GPU. `nvlink_group` names its NVLink set within the node (None: in none); see `nvlink.plan_nvlink_groups`."""
-
-    slot: int
-    uuid: str
-    healthy: bool
-    nvlink_group: int | None
+    from collections.abc import Iterable, Mapping
 
 
 class Booked(NamedTuple):
-    """A live booking's (or maintenance's) spans over `[start, end)`; `end` None is open."""
+    """The slots of which a live booking (or maintenance) takes any part, over instants `[start, end)`."""
 
-    spans: tuple[Span, ...]
-    start: datetime
-    end: datetime | None
+    slots: int
+    start: int
+    end: int
 
 
 class ScalarBooked(NamedTuple):
-    """vCPUs and memory (MiB) of a live booking over `[start, end)`; `end` None is open."""
+    """vCPUs and memory (MiB) of a live booking over instants `[start, end)`."""
 
     vcpus: int
     memory_mib: int
-    start: datetime
-    end: datetime | None
+    start: int
+    end: int
 
 
 class Scalars(NamedTuple):
@@ -56,80 +44,74 @@ class NodeView:
 
     Attributes:
         node_id: the database's number of it; names it in plans and breaks ties.
-        placement_gen: as read; moves with everything that may change a plan, so an index knows what to read again.
+        placement_gen: as read; a placement loses if the node has moved on since.
         placeable: may take new bookings.
         why_not: one or two words for people if it may not ("unreachable", "cordoned").
-        slots: the GPUs, healthy or not.
+        present: slots that have a GPU, healthy or not.
+        healthy: those that may be given out.
+        groups: the NVLink sets of the node, lowest slot first; see `nvlink.plan_nvlink_groups`.
         booked: live bookings.
-        held: spans of allocations that are not released, which outlive their booking when a holder overruns.
+        held: slots of which an unreleased allocation has any part; it outlives its booking when a holder overruns.
         vcpus, memory_mib: what there is to sell.
         scalars_booked, vcpus_held, memory_mib_held: the same two guards for vCPUs and memory.
     """
 
     node_id: int
-    name: str
     placement_gen: int
     placeable: bool
     why_not: str = ""
-    slots: tuple[SlotView, ...] = ()
+    present: int = 0
+    healthy: int = 0
+    groups: tuple[int, ...] = ()
     booked: tuple[Booked, ...] = ()
-    held: tuple[Span, ...] = ()
+    held: int = 0
     vcpus: int = 0
     memory_mib: int = 0
     scalars_booked: tuple[ScalarBooked, ...] = ()
     vcpus_held: int = 0
     memory_mib_held: int = 0
 
-    present: int = field(init=False, repr=False, compare=False)
-    healthy: int = field(init=False, repr=False, compare=False)
-    groups: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    held_mask: int = field(init=False, repr=False, compare=False)
-    booked_masks: tuple[tuple[int, datetime, datetime | None], ...] = field(init=False, repr=False, compare=False)
+    @property
+    def gpus(self) -> int:
+        return self.present.bit_count()
 
-    def __post_init__(self) -> None:
-        derive = object.__setattr__
-        derive(self, "present", mask_of(slot.slot for slot in self.slots))
-        derive(self, "healthy", mask_of(slot.slot for slot in self.slots if slot.healthy))
-        derive(self, "groups", _group_masks(tuple((slot.slot, slot.nvlink_group) for slot in self.slots)))
-        derive(self, "held_mask", touched_slots(self.held))
-        derive(self, "booked_masks", tuple((touched_slots(b.spans), b.start, b.end) for b in self.booked))
-
-    def booked_in(self, start: datetime, end: datetime | None) -> int:
+    def booked_in(self, start: int, end: int) -> int:
         """The set of slots booked, in part or whole, at any instant of `[start, end)`."""
         mask = 0
-        for slots, booked_from, booked_to in self.booked_masks:
-            if (end is None or booked_from < end) and (booked_to is None or start < booked_to):
+        for slots, booked_from, booked_to in self.booked:
+            if booked_from < end and start < booked_to:
                 mask |= slots
         return mask
 
-    def booked_at(self, instant: datetime) -> int:
+    def booked_at(self, instant: int) -> int:
         """The set of slots booked, in part or whole, at this instant."""
-        mask = 0
-        for slots, booked_from, booked_to in self.booked_masks:
-            if booked_from <= instant and (booked_to is None or instant < booked_to):
-                mask |= slots
-        return mask
+        return self.booked_in(instant, instant + 1)
 
-    def scalars_free(self, start: datetime, end: datetime | None, *, now: bool) -> Scalars:
+    def next_booking(self, slots: int) -> int:
+        """The earliest start of a booking that has any of these slots, FOREVER if none has."""
+        earliest = FOREVER
+        for booked, start, _ in self.booked:
+            if booked & slots and start < earliest:
+                earliest = start
+        return earliest
+
+    def scalars_free(self, start: int, end: int, *, now: bool) -> Scalars:
         """vCPUs and memory free at every instant of `[start, end)`; `now` counts what is physically held too.
 
         Negative where inventory has shrunk below what is booked.
         """
-        peak = _peak(self.scalars_booked, start, end)
-        vcpus, memory_mib = peak
+        vcpus, memory_mib = _peak(self.scalars_booked, start, end) if self.scalars_booked else (0, 0)
         if now:
             vcpus, memory_mib = max(vcpus, self.vcpus_held), max(memory_mib, self.memory_mib_held)
         return Scalars(self.vcpus - vcpus, self.memory_mib - memory_mib)
 
 
-def _peak(booked: Iterable[ScalarBooked], start: datetime, end: datetime | None) -> Scalars:
+def _peak(booked: Iterable[ScalarBooked], start: int, end: int) -> Scalars:
     """The most of each that is booked at one instant of the window. Use rises only where a booking starts."""
-    inside = [b for b in booked if (end is None or b.start < end) and (b.end is None or start < b.end)]
-    steps: list[tuple[datetime, int, int]] = []
-    for b in inside:
-        steps.append((max(b.start, start), b.vcpus, b.memory_mib))
-        if b.end is not None:
-            steps.append((b.end, -b.vcpus, -b.memory_mib))
+    steps: list[tuple[int, int, int]] = []
+    for b in booked:
+        if b.start < end and start < b.end:
+            steps += ((max(b.start, start), b.vcpus, b.memory_mib), (b.end, -b.vcpus, -b.memory_mib))
     # At one instant, ends sort before starts: [a, b) and [b, c) never meet.
     steps.sort()
     vcpus = memory_mib = most_vcpus = most_memory_mib = 0
@@ -141,11 +123,15 @@ def _peak(booked: Iterable[ScalarBooked], start: datetime, end: datetime | None)
     return Scalars(most_vcpus, most_memory_mib)
 
 
-@lru_cache(maxsize=4096)  # the layouts of a fleet's nodes; a few for each kind of server
-def _group_masks(groups: tuple[tuple[int, int | None], ...]) -> tuple[int, ...]:
-    """The NVLink sets of a node, lowest slot first. Shared between nodes: a fleet has few layouts."""
+def group_masks(group_of: Mapping[int, int | None]) -> tuple[int, ...]:
+    """The NVLink sets of a node, lowest slot first, from the set that each slot is in; a set of one is none."""
     masks: dict[int, int] = {}
-    for slot, group in groups:
+    for slot, group in group_of.items():
         if group is not None:
             masks[group] = masks.get(group, 0) | 1 << slot
-    return tuple(sorted((mask for mask in masks.values() if mask.bit_count() > 1), key=lambda mask: mask & -mask))
+    return sort_groups(masks.values())
+
+
+def sort_groups(masks: Iterable[int]) -> tuple[int, ...]:
+    """NVLink sets in the order in which `NodeView.groups` has them."""
+    return tuple(sorted((mask for mask in masks if mask.bit_count() > 1), key=lambda mask: mask & -mask))

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from controlplane.model.earliest import find_earliest
 from controlplane.model.fit import fit_node, request_window
+from controlplane.model.instants import FOREVER, to_datetime
 from controlplane.model.refusals import explain_pending
-from controlplane.model.units import WHOLE_NODE, slots_of, spans_of
+from controlplane.model.units import WHOLE_NODE, Window, slots_of, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,21 +36,19 @@ if TYPE_CHECKING:
     from controlplane.model.nodeview import NodeView
     from controlplane.model.refusals import PendingReason
     from controlplane.model.requests import PlacementRequest
-    from controlplane.model.units import Span, Window
+    from controlplane.model.units import Span
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPart:
     """What is taken of one node.
 
-    `spans` are what is booked: neighbouring slots as one, `[0,)` for a whole node. `uuids` are those of `slots`, in
-    the same order.
+    `spans` are what is booked: neighbouring slots as one, `[0,)` for a whole node.
     """
 
     node_id: int
     placement_gen: int
     slots: tuple[int, ...]
-    uuids: tuple[str, ...]
     spans: tuple[Span, ...]
     vcpus: int
     memory_mib: int
@@ -126,9 +125,10 @@ def plan_placement(
 
 def plan_parts(request: PlacementRequest, fits: Sequence[Fit], now: datetime) -> Plan:
     """The plan that takes these nodes."""
-    window, starts_now = request_window(request, now)
-    parts = sorted((_part(request, fit) for fit in fits), key=lambda part: part.node_id)
-    return Plan(tuple(parts), window, starts_now)
+    asked = request_window(request, now)
+    parts = sorted((_part(request, fit) for fit in fits), key=_node_id)
+    end = None if asked.end == FOREVER else to_datetime(asked.end)
+    return Plan(tuple(parts), Window(to_datetime(asked.start), end), asked.starts_now)
 
 
 def plan_nothing(
@@ -141,8 +141,8 @@ def plan_nothing(
 
 
 def _find_fits(request: PlacementRequest, nodes: Sequence[NodeView], now: datetime) -> list[Fit]:
-    window, starts_now = request_window(request, now)
-    fits = (fit_node(request, node, window, starts_now=starts_now) for node in nodes)
+    asked = request_window(request, now)
+    fits = (fit_node(request, node, asked) for node in nodes)
     return [fit for fit in fits if fit is not None]
 
 
@@ -150,15 +150,16 @@ def _rank(fit: Fit) -> tuple[int, ...]:
     return fit.rank
 
 
+def _node_id(part: PlanPart) -> int:
+    return part.node_id
+
+
 def _part(request: PlacementRequest, fit: Fit) -> PlanPart:
     node = fit.node
-    slots = slots_of(fit.mask)
-    uuid_of = {slot.slot: slot.uuid for slot in node.slots}
     return PlanPart(
         node_id=node.node_id,
         placement_gen=node.placement_gen,
-        slots=slots,
-        uuids=tuple(uuid_of[slot] for slot in slots),
+        slots=slots_of(fit.mask),
         spans=(WHOLE_NODE,) if request.whole_node else spans_of(fit.mask),
         vcpus=node.vcpus if request.whole_node else request.vcpus_per_node,
         memory_mib=node.memory_mib if request.whole_node else request.memory_mib_per_node,

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from controlplane.model.fit import fit_node, request_window
 from controlplane.model.nodeview import Scalars
 from controlplane.model.nvlink import largest_set
-from controlplane.model.units import ALL_SLOTS, Window
+from controlplane.model.units import ALL_SLOTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
+    from controlplane.model.fit import Asked
     from controlplane.model.nodeview import NodeView
     from controlplane.model.requests import PlacementRequest
 
@@ -66,12 +67,12 @@ def explain_pending(request: PlacementRequest, nodes: Sequence[NodeView], now: d
     placeable = [node for node in nodes if node.placeable]
     if not placeable:
         return PendingReason.NOT_SCHEDULABLE, f"no node of this pool is schedulable: {_count_causes(nodes)}"
-    window, starts_now = request_window(request, now)
+    asked = request_window(request, now)
     if request.nodes > 1 or request.whole_node:
-        fitting = sum(fit_node(request, node, window, starts_now=starts_now) is not None for node in placeable)
+        fitting = sum(fit_node(request, node, asked) is not None for node in placeable)
         reason = PendingReason.WHOLE_NODE if request.whole_node else PendingReason.NODES
         return reason, f"needs {_gang(request, free=True)}; {_such_nodes(fitting)} free"
-    free = [_free(request, node, window, starts_now=starts_now) for node in placeable]
+    free = [_free(request, node, asked) for node in placeable]
     return _explain_one_node(request, free)
 
 
@@ -106,15 +107,15 @@ def _explain_one_node(request: PlacementRequest, free: list[_Free]) -> tuple[Pen
     )
 
 
-def _free(request: PlacementRequest, node: NodeView, window: Window, *, starts_now: bool) -> _Free:
-    taken = node.booked_in(window.start, window.end) | (node.held_mask if starts_now else 0)
+def _free(request: PlacementRequest, node: NodeView, asked: Asked) -> _Free:
+    taken = node.booked_in(asked.start, asked.end) | (node.held if asked.starts_now else 0)
     if taken == ALL_SLOTS:
         return _NONE_FREE
     free = node.healthy & ~taken
     linked = largest_set(free, node.groups) if request.topology == "nvlink-all" else 0
     if not (request.vcpus_per_node or request.memory_mib_per_node):
         return _Free(free.bit_count(), linked, _NONE_FREE.scalars)
-    return _Free(free.bit_count(), linked, node.scalars_free(window.start, window.end, now=starts_now))
+    return _Free(free.bit_count(), linked, node.scalars_free(asked.start, asked.end, now=asked.starts_now))
 
 
 def why_impossible(request: PlacementRequest, nodes: Sequence[NodeView]) -> Impossible | None:
@@ -135,10 +136,10 @@ def why_impossible(request: PlacementRequest, nodes: Sequence[NodeView]) -> Impo
 
 def _narrow_to_gpus(request: PlacementRequest, nodes: list[NodeView]) -> list[NodeView] | Impossible:
     gpus, whole = request.gpus_per_node, request.whole_node
-    enough = [node for node in nodes if (len(node.slots) == gpus if whole else len(node.slots) >= gpus)]
+    enough = [node for node in nodes if (node.gpus == gpus if whole else node.gpus >= gpus)]
     if enough:
         return enough
-    sizes = sorted({len(node.slots) for node in nodes})
+    sizes = sorted({node.gpus for node in nodes})
     if whole:
         has = ", ".join(map(str, sizes))
         return Impossible("gpus", f"needs a whole node of {_gpus(gpus)}; the nodes of this pool have {has}")

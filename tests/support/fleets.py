@@ -6,9 +6,10 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, SlotView
+from controlplane.model.instants import to_end, to_instant
+from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, group_masks
 from controlplane.model.requests import PlacementRequest, Topology
-from controlplane.model.units import slot_span
+from controlplane.model.units import mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -58,16 +59,29 @@ def make_node(
     memory_mib: int = 0,
 ) -> NodeView:
     """A placeable, empty node with one GPU for each entry of `groups`, which name the NVLink sets."""
-    slots = (SlotView(slot, f"GPU-{node_id}-{slot}", slot not in sick, group) for slot, group in enumerate(groups))
-    return NodeView(node_id, f"n{node_id}", 1, placeable=True, slots=tuple(slots), vcpus=vcpus, memory_mib=memory_mib)
+    return NodeView(
+        node_id,
+        1,
+        placeable=True,
+        present=mask_of(range(len(groups))),
+        healthy=mask_of(slot for slot in range(len(groups)) if slot not in sick),
+        groups=group_masks(dict(enumerate(groups))),
+        vcpus=vcpus,
+        memory_mib=memory_mib,
+    )
+
+
+def hours(start: float, end: float | None) -> tuple[int, int]:
+    """Instants, from hours after now; no end is for ever."""
+    return to_instant(at(start)), to_end(None if end is None else at(end))
 
 
 def booked(slots: Iterable[int], start: float, end: float | None) -> Booked:
-    return Booked(tuple(slot_span(slot) for slot in slots), at(start), None if end is None else at(end))
+    return Booked(mask_of(slots), *hours(start, end))
 
 
 def scalars(vcpus: int, memory_mib: int, start: float, end: float | None) -> ScalarBooked:
-    return ScalarBooked(vcpus, memory_mib, at(start), None if end is None else at(end))
+    return ScalarBooked(vcpus, memory_mib, *hours(start, end))
 
 
 def book(node: NodeView, *slots: int, start: float, end: float | None) -> NodeView:
@@ -78,7 +92,7 @@ def book(node: NodeView, *slots: int, start: float, end: float | None) -> NodeVi
 def use(node: NodeView, *slots: int, until: float | None = 1) -> NodeView:
     """The node with these slots booked since an hour ago, and held."""
     node = book(node, *slots, start=-1, end=until)
-    return replace(node, held=(*node.held, *map(slot_span, slots)))
+    return replace(node, held=node.held | mask_of(slots))
 
 
 def shut(node: NodeView, why_not: str) -> NodeView:

@@ -34,7 +34,7 @@ from controlplane.capacity.place import placement_request as stored_request
 from controlplane.db import ledger, reservations
 from controlplane.db.queue import enqueue, schedule
 from controlplane.db.time import load_now
-from controlplane.db.views import load_node_views
+from controlplane.db.views import load_node_names, load_node_views
 from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
 from controlplane.model.planner import NoPlan, plan_placement
@@ -253,7 +253,7 @@ def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
     plan = plan_placement(resolved.request, nodes, now, now + EARLIEST_HORIZON)
     if isinstance(plan, NoPlan):
         return PreviewOutput(fits=False, start=plan.earliest, end=None, nodes=[], reason=plan.detail)
-    names = {node.node_id: node.name for node in nodes}
+    names = load_node_names(tx, [part.node_id for part in plan.parts])
     return PreviewOutput(
         fits=True,
         start=plan.window.start.astimezone(UTC),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -59,10 +60,41 @@ def test_a_coming_booking_that_spoils_a_node_puts_it_last() -> None:
     assert [fit.node.node_id for fit in index.candidates(make_request(2, hours=0.5), NOW)] == [1, 2]
 
 
-def test_equally_good_nodes_come_by_id_whatever_slots_they_have_free() -> None:
+def test_equally_good_nodes_come_by_their_free_slots_and_then_by_id() -> None:
     nodes = [use(make_node(i), i % 3) for i in range(9)]
     index = PoolIndex(reversed(nodes))
-    assert [fit.node.node_id for fit in index.candidates(make_request(4), NOW)] == list(range(9))
+    assert [fit.node.node_id for fit in index.candidates(make_request(4), NOW)] == [2, 5, 8, 1, 4, 7, 0, 3, 6]
+
+
+def test_of_nodes_that_are_booked_later_the_one_with_the_tightest_gap_is_taken() -> None:
+    index = PoolIndex(book(make_node(i), 0, start=hours, end=9) for i, hours in enumerate((8, 2, 4, 1)))
+    index.put(make_node(9))
+    assert [fit.node.node_id for fit in index.candidates(make_request(8, hours=2), NOW)] == [1, 2, 0, 9]
+    assert [fit.node.node_id for fit in index.candidates(make_request(8, hours=None), NOW)] == [9]
+
+
+def test_a_later_request_takes_what_is_left_of_a_busy_node_before_an_idle_one() -> None:
+    index = PoolIndex([make_node(1), book(make_node(2), *range(6), start=30, end=40), make_node(3)])
+    assert [fit.node.node_id for fit in index.candidates(make_request(2, start=30), NOW)][:1] == [2]
+    assert [fit.node.node_id for fit in index.candidates(make_request(4, start=30), NOW)] == [1, 3]
+
+
+def test_what_does_not_fit_is_known_until_something_changes() -> None:
+    index = PoolIndex([use(make_node(i), *range(8)) for i in range(2_000)])
+    assert isinstance(index.plan(make_request(1), NOW, None), NoPlan)
+    assert count_calls(lambda: index.plan(make_request(1), NOW, None)) < 30
+    assert isinstance(index.plan(make_request(1), NOW + timedelta(seconds=6), None), NoPlan)
+    index.put(make_node(7))
+    assert isinstance(index.plan(make_request(1), NOW, None), Plan)
+
+
+def test_nodes_that_are_left_out_are_not_planned_on() -> None:
+    index = PoolIndex([make_node(1), make_node(2)])
+    made = index.plan(make_request(8), NOW, None, without={1})
+    assert isinstance(made, Plan)
+    assert made.parts[0].node_id == 2
+    assert isinstance(index.plan(make_request(8), NOW, None, without={1, 2}), NoPlan)
+    assert isinstance(index.plan(make_request(8), NOW, None), Plan)
 
 
 def test_a_node_that_was_booked_is_filled_before_an_empty_one() -> None:

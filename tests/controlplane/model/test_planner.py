@@ -11,7 +11,7 @@ from controlplane.model.earliest import CHECK_STEPS, STEPS_MAX
 from controlplane.model.nodeview import Booked, NodeView
 from controlplane.model.planner import NoPlan, Plan, ScanPlacer, plan_placement
 from controlplane.model.refusals import PendingReason
-from controlplane.model.units import WHOLE_NODE, Span, Window, mig_span
+from controlplane.model.units import WHOLE_NODE, Span, Window, mig_span, touched_slots
 from tests.support.counting import count_calls
 from tests.support.fleets import (
     HORIZON,
@@ -21,6 +21,7 @@ from tests.support.fleets import (
     UNLINKED,
     at,
     book,
+    hours,
     make_node,
     make_request,
     scalars,
@@ -58,7 +59,6 @@ def test_a_plan_says_all_that_the_booking_needs() -> None:
     (part,) = made.parts
     assert (part.node_id, part.placement_gen) == (7, 41)
     assert part.slots == (4, 5, 6, 7)
-    assert part.uuids == ("GPU-7-4", "GPU-7-5", "GPU-7-6", "GPU-7-7")
     assert part.spans == (Span(4 * 48, 8 * 48),)
     assert (part.vcpus, part.memory_mib) == (16, 1024)
 
@@ -106,14 +106,14 @@ def test_seven_of_eight_stay_bookable_when_one_is_sick() -> None:
 
 
 def test_a_gpu_of_which_a_part_is_booked_is_not_whole() -> None:
-    part = Booked((mig_span(0, 0, 1, 8),), at(-1), None)
+    part = Booked(touched_slots([mig_span(0, 0, 1, 8)]), *hours(-1, None))
     node = replace(make_node(), booked=(part,))
     assert places(plan(make_request(7), node)) == [(1, (1, 2, 3, 4, 5, 6, 7))]
     assert refuse(make_request(8), node).reason is PendingReason.GPUS
 
 
 def test_maintenance_blocks_the_whole_node_and_its_vcpus() -> None:
-    upkeep = Booked((WHOLE_NODE,), at(2), at(4))
+    upkeep = Booked(touched_slots([WHOLE_NODE]), *hours(2, 4))
     node = replace(make_node(vcpus=8), booked=(upkeep,))
     assert places(plan(make_request(8, hours=2), node)) == [(1, tuple(range(8)))]
     for request in (make_request(1, hours=3), make_request(vcpus=1, hours=3), make_request(1, start=3)):
@@ -126,8 +126,8 @@ class TestTime:
         node = book(book(make_node(groups=(None,)), 0, start=1, end=2), 0, start=3, end=None)
         assert places(plan(make_request(1, start=2, hours=1), node)) == [(1, (0,))]
         assert places(plan(make_request(1, hours=1), node)) == [(1, (0,))]
-        for start, hours in ((2.5, 1.0), (1.5, 0.2), (0.5, 1.0), (2, None)):
-            assert refuse(make_request(1, start=start, hours=hours), node).reason is PendingReason.GPUS
+        for start, length in ((2.5, 1.0), (1.5, 0.2), (0.5, 1.0), (2, None)):
+            assert refuse(make_request(1, start=start, hours=length), node).reason is PendingReason.GPUS
 
     def test_a_hold_stops_who_starts_now_and_not_who_comes_later(self) -> None:
         overrun = replace(use(make_node(groups=(None,)), 0), booked=())

@@ -78,12 +78,7 @@ def test_more_than_the_pool_has_is_refused_with_the_numbers(
     ],
 )
 def test_what_the_pool_has_waits_whatever_is_wrong_with_it_now(request_: PlacementRequest) -> None:
-    unfit = [
-        shut(
-            replace(use(node, *range(8)), slots=tuple(slot._replace(healthy=False) for slot in node.slots)), "cordoned"
-        )
-        for node in MIXED
-    ]
+    unfit = [shut(replace(use(node, *range(8)), healthy=0), "cordoned") for node in MIXED]
     assert why_impossible(request_, unfit) is None
 
 
