@@ -18,6 +18,8 @@ pytest_plugins = ["tests.support.postgres", "tests.support.nvml", "tests.support
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
+    parser.addoption("--torture-seconds", type=float, help="how long the torture of the ledger takes, with a new seed")
+    parser.addoption("--torture-seed", type=int, help="what the torture of the ledger attempts")
 
 
 @pytest.fixture

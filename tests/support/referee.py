@@ -68,9 +68,9 @@ RULES: tuple[Rule, ...] = (
         select format('node %s at %s: %s vCPU and %s MiB booked of %s and %s', c.node_id, at.since,
                       sum(p.vcpus), sum(p.memory_mib), c.vcpu_total, c.memory_mib_total)
         from node_capacity c
-        join part at on at.node_id = c.node_id
+        join (select distinct node_id, since from part) at on at.node_id = c.node_id
         join part p on p.node_id = c.node_id and p.since <= at.since and at.since < p.until
-        group by c.node_id, at.since, at.until, at.vcpus, at.memory_mib
+        group by c.node_id, at.since
         having sum(p.vcpus) > c.vcpu_total or sum(p.memory_mib) > c.memory_mib_total
         """,
     ),

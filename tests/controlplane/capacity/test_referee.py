@@ -53,7 +53,7 @@ BREACHES: dict[str, LiteralString] = {
     "bookings_overlap": "insert into booking (pool_id, node_id, purpose, spans, during) select pool_id, node_id,"
     " 'maintenance', '{[47,48)}', tstzrange(upper(during) - interval '1 second', null)"
     f" from booking where reservation_id = {ACTIVE}",
-    "scalars_oversold": f"update booking set vcpus = 65 where reservation_id = {ACTIVE}",
+    "scalars_oversold": f"update booking set vcpus = 33 where reservation_id = {ACTIVE}",
     "booked_other_than_asked": f"update booking set spans = '{{[0,47)}}' where reservation_id = {ACTIVE}",
     "whole_node_shared": f"update booking set spans = '{{[0,384)}}' where reservation_id = {WHOLE}",
     "holds_overlap": "insert into allocation (public_id, reservation_id, node_id, spans, incarnation, generation)"
@@ -97,8 +97,9 @@ async def _story(dsn: Dsn) -> None:
     async with open_fleet(dsn, nodes=3) as fleet:
         fleet.execute("insert into quota (public_id, tenant_id, gpus_max) values ('quo_a', 1, 64)")
         named = {
-            "active": await fleet.reserve(4, vcpus=8, memory_mib=1024),
-            "releasing": await fleet.reserve(4),
+            # both begin in the same instant on the same node, and are no more than it has together
+            "active": await fleet.reserve(4, vcpus=32, memory_mib=1024),
+            "releasing": await fleet.reserve(4, vcpus=32, memory_mib=1024),
             "whole": await fleet.reserve(8, whole_node=True),
             "released": await fleet.reserve(8),
         }

@@ -1,0 +1,394 @@
+"""The torture of the ledger: many at once, on real connections, while sessions are killed and locks taken crosswise.
+
+Holders and operators go through the API, workers run every reconciler of the registry, nodes sign, and time leaps.
+Meanwhile the executioner ends sessions in the middle of transactions, the rogue takes row locks in the wrong order
+and keeps them, and the referee looks at snapshots. Then everybody behaves: `heal` lets every reservation end, after
+which nothing may be left.
+
+Each actor draws from a generator of its own that is made of the seed, so a seed repeats what is attempted; which of
+them comes first is for the machine to say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import trio
+from psycopg import sql
+
+from controlplane.db.nodes import mark_unreachable
+from controlplane.db.tx import OPERATING_ERRORS
+from tests.support.witnesses import Arena, open_arena
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from controlplane.db.tx import Tx
+    from tests.support.postgres import Dsn
+
+NODES, GPUS = 6, 8
+CPU_NODES = 2
+HOLDERS, WORKERS = 5, 3
+TENANTS = ("acme", "rival")
+# More than the fleet has: the quotas bind, and so do the GPUs.
+QUOTA_GPUS = 32
+# Answers that a holder has to live with; anything else is a fault of the product.
+REFUSALS = frozenset(
+    ("SOLD_OUT", "QUOTA_EXCEEDED", "IMPOSSIBLE", "INVALID", "CONFLICT", "NOT_FOUND", "IN_PROGRESS", "UNAVAILABLE")
+)
+LEAPS_S = (1, 20, 61, 301, 901)
+# A stuck torture is a failure that says so, not a test that hangs.
+HEAL_ROUNDS_MAX = 60
+
+
+@dataclass
+class Torture:
+    """An arena under torture, and what was seen."""
+
+    arena: Arena
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter[str])
+    # ids that the API has answered with, and the name under which each was asked for
+    acknowledged: dict[str, str] = field(default_factory=dict[str, str])
+    failures: list[str] = field(default_factory=list[str])
+    _over: trio.Event = field(default_factory=trio.Event)
+
+    def rng(self, name: str) -> random.Random:
+        return random.Random(f"{self.seed}/{name}")
+
+    def fail(self, what: str) -> None:
+        self.failures.append(what)
+        self._over.set()
+
+    # --- everybody -----------------------------------------------------------------------------
+
+    async def run(self, seconds: float) -> None:
+        """Torture for so long, in real time."""
+        async with trio.open_nursery() as nursery:
+            actors: list[tuple[str, Callable[[random.Random], Any]]] = [
+                *((f"holder-{n}", Holder(self, TENANTS[n % len(TENANTS)]).act) for n in range(HOLDERS)),
+                ("operator", Operator(self).act),
+                *((f"worker-{n}", Worker(self).act) for n in range(WORKERS)),
+                *((f"nodes-{n}", partial(self._converge, n)) for n in range(2)),
+                ("clock", self._leap),
+                ("executioner", self._kill),
+                ("rogue", partial(trio.to_thread.run_sync, partial(_lock_crosswise, self))),
+                ("referee", self._look),
+            ]
+            for name, act in actors:
+                nursery.start_soon(self._go_on, name, act)
+            with trio.move_on_after(seconds):
+                await self._over.wait()
+            self._over.set()
+
+    async def _go_on(self, name: str, act: Callable[[random.Random], Any]) -> None:
+        rng = self.rng(name)
+        while not self._over.is_set():
+            try:
+                await act(rng)
+            except (*OPERATING_ERRORS, psycopg.Error) as exc:
+                self.counts[f"lost {type(exc).__name__}"] += 1
+            await trio.lowlevel.checkpoint()
+
+    async def _converge(self, half: int, rng: random.Random) -> None:
+        acted = await trio.to_thread.run_sync(rng.choice(self.arena.nodes[half::2]).converge, rng)
+        self.counts["node acted"] += acted
+        await trio.sleep(0.005)  # sleeps: a node is not asked a thousand times a second
+
+    async def _leap(self, rng: random.Random) -> None:
+        await self.arena.leap(rng.choice(LEAPS_S))
+        await self.arena.workers.run_tx(_notice_silence)
+        await trio.sleep(0.1)  # sleeps: things happen between two leaps
+
+    async def _kill(self, rng: random.Random) -> None:
+        """End one session that is in a transaction, now and then two."""
+        killed = await self.arena.ask(
+            """
+            select pg_terminate_backend(pid) from (
+              select pid from pg_stat_activity
+              where datname = current_database() and usename in ('bc_api', 'bc_worker')
+                and (state like 'idle in transaction%%' or state = 'active')
+              order by md5(pid::text || %s) limit %s) victim
+            """,
+            str(rng.random()),
+            rng.choice((1, 1, 2)),
+        )
+        self.counts["killed"] += len(killed)
+        await trio.sleep(rng.uniform(0.05, 0.5))  # sleeps: otherwise nobody would finish anything
+
+    async def _look(self, rng: random.Random) -> None:
+        await self.check()
+        await trio.sleep(0.5)  # sleeps: the referee costs what ten bookings do
+
+    async def check(self) -> None:
+        for breach in await trio.to_thread.run_sync(self.arena.find_breaches):
+            self.fail(breach)
+        self.counts["looked"] += 1
+
+
+def _notice_silence(tx: Tx) -> None:
+    mark_unreachable(tx, came_within_s=None, limit=100)
+
+
+def _lock_crosswise(torture: Torture, rng: random.Random) -> None:
+    """Take rows against the order that the product keeps, and hold on to them for longer than it waits."""
+    with psycopg.connect(torture.arena.dsn.admin) as conn:
+        # who looks for the deadlock first is its victim: mostly the product
+        wait = "10s" if rng.random() < 0.8 else "10ms"
+        conn.execute("select set_config('deadlock_timeout', %s, true), set_config('lock_timeout', '2s', true)", (wait,))
+        node_ids = [n.node.node_id for n in torture.arena.nodes]
+        for node_id in sorted(rng.sample(node_ids, 3), reverse=True):
+            conn.execute("select 1 from node where node_id = %s for update", (node_id,))
+        if rng.random() < 0.5:
+            conn.execute("select 1 from quota order by quota_id desc for update")
+        conn.execute("select pg_sleep(%s)", (rng.choice((0.01, 0.01, 0.05, 0.05, 0.1, 0.45)),))
+        conn.execute(
+            "select 1 from reservation where ended_at is null order by md5(public_id || %s) limit 3 for update",
+            (str(rng.random()),),
+        )
+        torture.counts["locked crosswise"] += 1
+        conn.rollback()
+
+
+@dataclass
+class Holder:
+    """Somebody of a tenant, who asks, changes the end, and lets go."""
+
+    torture: Torture
+    tenant: str
+    asked: int = 0
+    mine: list[str] = field(default_factory=list[str])
+
+    async def act(self, rng: random.Random) -> None:
+        what = rng.choices(("create", "extend", "shrink", "release", "again"), (10, 3, 3, 6, 2))[0]
+        if what == "create" or not self.mine:
+            await self._create(rng)
+            return
+        reservation = rng.choice(self.mine[-12:])
+        if what == "release":
+            await self._call("reservations/release", id=reservation, idempotency_key=f"release-{reservation}")
+            return
+        reply = await self._call("reservations/get", id=reservation)
+        if reply.code != "OK" or what == "again":
+            return
+        if reply.data["state"] not in ("queued", "placed", "binding", "active"):
+            self.mine.remove(reservation)
+        elif reply.data["end"] is not None:
+            now, end = await self.torture.arena.now(), datetime.fromisoformat(reply.data["end"])
+            moved = end + (end - now) * rng.choice((-0.5, -0.1) if what == "shrink" else (0.1, 1.0))
+            await self._call(f"reservations/{what}", id=reservation, end=moved.isoformat())
+
+    async def _create(self, rng: random.Random) -> None:
+        torture = self.torture
+        self.asked += 1
+        name = f"{self.tenant}-{id(self)}-{self.asked}"
+        wish: dict[str, Any] = _wish(rng)
+        if rng.random() < 0.25:
+            wish["start"] = (await torture.arena.now() + timedelta(seconds=rng.choice((60, 600, 1800)))).isoformat()
+        if rng.random() < 0.3:
+            wish["queue"] = False
+        elif rng.random() < 0.5:
+            wish["queue_for_s"] = rng.choice((100, 1000))
+        if rng.random() < 0.9:
+            wish["duration_s"] = rng.choice((30, 300, 900, 3600))
+        wish |= {"name": name, "idempotency_key": name}
+        for _ in range(rng.choice((1, 1, 3))):
+            # the same wish again, whatever became of it, must stay one reservation
+            reply = await self._call("reservations/create", **wish)
+            if reply.code == "OK":
+                self.mine.append(reply.data["id"])
+                torture.acknowledged[reply.data["id"]] = name
+
+    async def _call(self, path: str, **typed: Any) -> Any:
+        return await call(self.torture, path, key=self.torture.arena.keys[self.tenant], **typed)
+
+
+def _wish(rng: random.Random) -> dict[str, Any]:
+    match rng.choices(("gpus", "gang", "whole", "mixed", "scalars", "nvlink"), (10, 4, 2, 3, 3, 2))[0]:
+        case "gpus":
+            return {"pool": "h100", "gpus": rng.choice((1, 1, 2, 4, 8))}
+        case "gang":
+            nodes = rng.choice((2, 3, NODES))
+            return {"pool": "h100", "gpus": nodes * rng.choice((1, 4, 8)), "nodes": nodes}
+        case "whole":
+            nodes = rng.choice((1, 2))
+            return {"pool": "h100", "whole_node": True, "nodes": nodes}
+        case "mixed":
+            return {"pool": "h100", "gpus": rng.choice((1, 2)), "vcpus": rng.choice((8, 40)), "memory_mib": 200_000}
+        case "scalars":
+            return {"pool": "cpus", "vcpus": rng.choice((4, 16, 48)), "memory_mib": rng.choice((1000, 400_000))}
+        case _:
+            return {"pool": "h100", "gpus": rng.choice((2, 4)), "topology": "nvlink-all"}
+
+
+async def call(torture: Torture, path: str, **typed: Any) -> Any:
+    """Ask the API; an answer that no caller should get is a failure."""
+    reply = await torture.arena.api.call(path, **typed)
+    torture.counts[f"{path} {reply.code}"] += 1
+    # the IAM is in the same database: while it cannot be asked, the answer is no, for now
+    later = "retry_after_ms" in reply.body.get("error", {})
+    if reply.code != "OK" and reply.code not in REFUSALS and not (reply.code == "DENIED" and later):
+        torture.fail(f"{path}: {reply.body}")
+    return reply
+
+
+@dataclass
+class Operator:
+    """Evicts, cordons, drains, forces, and breaks things."""
+
+    torture: Torture
+
+    async def act(self, rng: random.Random) -> None:
+        torture = self.torture
+        witness = rng.choice([n for n in torture.arena.nodes if not n.gone])
+        node = witness.node.public_id
+        match rng.choices(
+            ("evict", "cordon", "uncordon", "drain", "undrain", "silence", "speak", "lose", "find", "force", "scrap"),
+            (4, 2, 4, 2, 4, 2, 4, 3, 6, 4, 0.5),
+        )[0]:
+            case "evict":
+                if torture.acknowledged:
+                    victim = rng.choice(list(torture.acknowledged)[-30:])
+                    await call(torture, "reservations/evict", id=victim, reason="torture")
+            case "cordon" | "drain" as what:
+                await call(torture, f"nodes/{what}", node=node, reason="torture")
+            case "uncordon" | "undrain" as what:
+                await call(torture, f"nodes/{what}", node=node)
+            case "silence":
+                witness.silent = True
+            case "speak":
+                witness.silent = False
+            case "lose" | "find" as what:
+                await torture.arena.workers.run_tx(
+                    _set_health, witness.node.node_id, rng.randrange(GPUS), "missing" if what == "lose" else "healthy"
+                )
+            case "force":
+                await self._force(rng)
+            case _:
+                await self._scrap()
+        await trio.sleep(0.03)  # sleeps: an operator has two hands
+
+    async def _force(self, rng: random.Random) -> None:
+        held = await self.torture.arena.ask(
+            """
+            select a.public_id from allocation a join node n using (node_id)
+            where a.released_at is null and n.connectivity = 'unreachable' order by 1
+            """
+        )
+        if held:
+            await call(self.torture, "allocations/forceRelease", id=rng.choice(held)[0], reason="burnt")
+
+    async def _scrap(self) -> None:
+        """Decommission a node that is away, by force, and put a new one in its place."""
+        away = await self.torture.arena.ask("select node_id from node where connectivity = 'unreachable' order by 1")
+        for witness in self.torture.arena.nodes:
+            if (witness.node.node_id,) in away and witness.silent and not witness.gone and witness.node.uuids:
+                reply = await call(self.torture, "nodes/forceDecommission", node=witness.node.public_id, reason="burnt")
+                if reply.code == "OK":
+                    witness.gone = True
+                    new = await trio.to_thread.run_sync(self.torture.arena.add_node, "h100", GPUS)
+                    new.fails_one_in = witness.fails_one_in
+                return
+
+
+def _set_health(tx: Tx, node_id: int, slot: int, health: str) -> None:
+    """What an inventory that shows the GPU, or does not, writes."""
+    tx.execute("select 1 from node where node_id = %s for no key update", (node_id,))
+    tx.execute(
+        "update device set health = %s where node_id = %s and slot = %s and retired_at is null", (health, node_id, slot)
+    )
+
+
+@dataclass
+class Worker:
+    """Runs any key of any reconciler, whoever else runs it."""
+
+    torture: Torture
+
+    async def act(self, rng: random.Random) -> None:
+        reconciler = rng.choice(self.torture.arena.reconcilers())
+        keys = await reconciler.list_keys("", 500)
+        for key in rng.sample(list(keys), min(len(keys), 4)):
+            await reconciler.reconcile(key)
+            self.torture.counts[f"reconciled {reconciler.name}"] += 1
+
+
+# --- the end -----------------------------------------------------------------------------------
+
+
+async def heal(torture: Torture) -> int:
+    """Nobody disturbs any more; returns after how many rounds of half an hour nothing was left."""
+    arena, rng = torture.arena, torture.rng("heal")
+    for witness in arena.nodes:
+        if not witness.gone:
+            witness.silent = False
+            await arena.api.ok("nodes/uncordon", node=witness.node.public_id)
+            await arena.api.ok("nodes/undrain", node=witness.node.public_id)
+            for slot in range(len(witness.node.uuids)):
+                await arena.workers.run_tx(_set_health, witness.node.node_id, slot, "healthy")
+    for done in range(1, HEAL_ROUNDS_MAX + 1):
+        # what has no end of its own is let go of; the rest too, once there was time for it to end by itself
+        for (reservation,) in arena.sql(
+            "select public_id from reservation where ended_at is null and (duration_s is null or %s)", done > 4
+        ):
+            await arena.api.call("reservations/release", id=reservation)
+        await arena.settle(rng)
+        await torture.check()
+        if torture.failures or arena.sql("select count(*) from reservation where ended_at is null") == [(0,)]:
+            return done
+        await arena.leap(1800)
+    return HEAL_ROUNDS_MAX
+
+
+def judge(torture: Torture) -> list[str]:
+    """What the nodes and the holders know, against what the ledger says; called after `heal`."""
+    arena, wrong = torture.arena, list[str]()
+    signed = {what: set[str]().union(*(n.signed[what] for n in arena.nodes)) for what in ("bound", "released")}
+    forced: set[str] = set()
+    for public_id, bound, evidence in arena.sql(
+        "select public_id, bound_envelope is not null, release_evidence from allocation"
+    ):
+        if bound and public_id not in signed["bound"]:
+            wrong.append(f"{public_id} counts as bound and no node has signed that")
+        if evidence == "signed" and public_id not in signed["released"]:
+            wrong.append(f"{public_id} counts as released and no node has signed that")
+        if evidence == "forced":
+            forced.add(public_id)
+    for node in arena.nodes:
+        wrong += [f"{gone} was taken from its node, unforced" for gone in node.vanished - forced - signed["released"]]
+        wrong += [f"{held} is still in use on its node" for held in node.held if not node.gone]
+    rows = dict(arena.sql("select public_id, name from reservation"))
+    wrong += [f"{id_} was answered and is lost" for id_ in torture.acknowledged if id_ not in rows]
+    wrong += [
+        f"{name}: one wish, {count} bookings"
+        for name, count in arena.sql(
+            "select name, count(*) from reservation where placed_at is not null group by name having count(*) > 1"
+        )
+    ]
+    return wrong
+
+
+# --- the beginning -----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_torture(dsn: Dsn, seed: int) -> AsyncGenerator[Torture]:
+    """A fleet with nodes that fail now and then, quotas that bind, and timeouts that are short enough to be met."""
+    with psycopg.connect(dsn.admin, autocommit=True) as conn:
+        for role in ("bc_api", "bc_worker"):
+            short = sql.SQL("alter role {} in database {} set lock_timeout = '400ms'")
+            conn.execute(short.format(sql.Identifier(role), sql.Identifier(dsn.name)))
+    async with open_arena(dsn, nodes=NODES, gpus=GPUS, cpu_nodes=CPU_NODES, tenants=TENANTS) as arena:
+        for tenant in TENANTS:
+            await arena.api.ok("quotas/create", tenant=tenant, gpus_max=QUOTA_GPUS)
+            await arena.api.ok("quotas/create", tenant=tenant, pool="cpus", vcpus_max=80)
+        for witness in arena.nodes:
+            witness.fails_one_in = 20
+        yield Torture(arena, seed)
