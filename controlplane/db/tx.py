@@ -14,6 +14,10 @@ roll back.  Once COMMIT has been sent there are three outcomes: committed, refus
 from the server (a deferred constraint), or `UnknownCommit` if the connection was lost before the
 answer.  The last is resolved by reading, never by assuming.
 
+BEGIN, COMMIT and the savepoints' commands go to libpq itself. After a ROLLBACK psycopg forgets what
+it has prepared, in case the transaction had made the tables; no transaction of ours makes any, and
+under contention, where savepoints are rolled back all the time, nothing would ever stay prepared.
+
 psycopg's errors end here: callers see the classes below, one per outcome that they can treat
 differently.  A psycopg error that gets through is a bug in a statement.
 """
@@ -27,8 +31,9 @@ from typing import TYPE_CHECKING, Any, LiteralString, NoReturn, TypeVar
 
 import psycopg
 from psycopg import errors
-from psycopg.pq import TransactionStatus
-from psycopg.rows import class_row
+from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, TransactionStatus
+
+from controlplane.db.rows import make_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -179,8 +184,11 @@ class Tx:
 
     def __init__(self, conn: psycopg.Connection[Any], *, give_up: float, check: Callable[[], None]) -> None:
         self._conn = conn
+        # One for all statements: each is over before the next begins, and making one costs as much as half a statement.
+        self._cursor = conn.cursor()
         self._give_up = give_up
         self._check = check
+        self._savepoints = 0
         self.wakes: dict[tuple[str, str], None] = {}
 
     def wake(self, channel: str, payload: str = "") -> None:
@@ -189,13 +197,14 @@ class Tx:
 
     def execute(self, sql: Statement, params: Parameters = ()) -> int:
         """Run a statement; return the number of rows that it touched."""
-        with self._statement():
-            return self._conn.execute(sql, params).rowcount
+        return self._run(sql, params).rowcount
 
     def rows(self, cls: type[R], sql: Statement, params: Parameters = ()) -> list[R]:
         """Return the result as objects of a dataclass whose fields are the columns."""
-        with self._statement(), self._conn.cursor(row_factory=class_row(cls)) as cursor:
-            return cursor.execute(sql, params).fetchall()
+        cursor = self._run(sql, params)
+        values = cursor.fetchall()
+        assert cursor.pgresult is not None, "there was something to fetch"
+        return make_rows(cls, cursor.pgresult, values)
 
     def row(self, cls: type[R], sql: Statement, params: Parameters = ()) -> R | None:
         """Return the only row, None if there is none; raises TooManyRows if there are more."""
@@ -213,30 +222,45 @@ class Tx:
 
     def tuples(self, sql: Statement, params: Parameters = ()) -> list[tuple[Any, ...]]:
         """Return the result as tuples: the cheapest form, for many rows."""
-        with self._statement():
-            return self._conn.execute(sql, params).fetchall()
+        return self._run(sql, params).fetchall()
 
     def executemany(self, sql: Statement, params_seq: Iterable[Parameters]) -> int:
         """Run a statement once per element, in one pipeline; return the number of rows touched by all."""
-        with self._statement(), self._conn.cursor() as cursor:
-            cursor.executemany(sql, params_seq)
-            return cursor.rowcount
+        self._check_time()
+        try:
+            self._cursor.executemany(sql, params_seq)
+        except psycopg.Error as exc:
+            _raise_translated(exc)
+        return self._cursor.rowcount
 
     @contextmanager
     def savepoint(self) -> Generator[None]:
         """Undo only what is inside if it raises, so that a Conflict can be caught around it."""
-        with self._statement(), self._conn.transaction():
+        self._check_time()
+        self._savepoints += 1
+        name = b"s%d" % self._savepoints
+        _send_command(self._conn, b"savepoint " + name)
+        try:
             yield
+        except BaseException:
+            # A connection that cannot even do this is lost, and what raised says so.
+            with contextlib.suppress(psycopg.Error, DatabaseError):
+                _send_command(self._conn, b"rollback to " + name)
+                _send_command(self._conn, b"release " + name)
+            raise
+        _send_command(self._conn, b"release " + name)
 
-    @contextmanager
-    def _statement(self) -> Generator[None]:
+    def _run(self, sql: Statement, params: Parameters) -> psycopg.Cursor[tuple[Any, ...]]:
+        self._check_time()
+        try:
+            return self._cursor.execute(sql, params)
+        except psycopg.Error as exc:
+            _raise_translated(exc)
+
+    def _check_time(self) -> None:
         self._check()
         if time.monotonic() > self._give_up:
             raise TransactionTooLong(f"over {TX_DEADLINE_S:.0f} s in all")
-        try:
-            yield
-        except psycopg.Error as exc:
-            _raise_translated(exc)
 
 
 def _raise_translated(exc: psycopg.Error) -> NoReturn:
@@ -291,28 +315,37 @@ def run_transaction(
 
 def _begin(conn: psycopg.Connection[Any]) -> None:
     assert conn.autocommit
-    try:
-        conn.execute("begin")
-    except psycopg.Error as exc:
-        _raise_translated(exc)
+    _send_command(conn, b"begin")
 
 
 def _commit(conn: psycopg.Connection[Any]) -> None:
-    if conn.info.transaction_status is TransactionStatus.UNKNOWN:
+    status = conn.pgconn.transaction_status
+    if status == TransactionStatus.UNKNOWN:
         raise DatabaseUnavailable("the connection is closed")
     # The server answers COMMIT in a failed transaction with a friendly ROLLBACK.
-    if conn.info.transaction_status is TransactionStatus.INERROR:
+    if status == TransactionStatus.INERROR:
         raise AbortedTransaction("a statement had failed and its error was swallowed")
     try:
-        conn.commit()
-    except psycopg.Error as exc:
-        ours = translated(exc)
-        if isinstance(ours, DatabaseUnavailable):
-            raise UnknownCommit(str(exc)) from exc
-        _raise_translated(exc)
+        _send_command(conn, b"commit")
+    except DatabaseUnavailable as exc:
+        raise UnknownCommit(str(exc)) from exc
 
 
 def _roll_back(conn: psycopg.Connection[Any]) -> None:
-    # A connection that cannot even do this is closed by psycopg or found dead by the pool.
-    with contextlib.suppress(psycopg.Error):
-        conn.rollback()
+    # A connection that cannot even do this is found dead by the pool.
+    with contextlib.suppress(psycopg.Error, DatabaseError):
+        if conn.pgconn.transaction_status != TransactionStatus.IDLE:
+            _send_command(conn, b"rollback")
+
+
+def _send_command(conn: psycopg.Connection[Any], command: bytes) -> None:
+    """Have a command without parameters and result done; raises like a statement."""
+    try:
+        result = conn.pgconn.exec_(command)
+        if result.status == ExecStatus.COMMAND_OK:
+            return
+        if conn.pgconn.status == ConnStatus.BAD and not result.error_field(DiagnosticField.SQLSTATE):
+            raise psycopg.OperationalError(result.get_error_message())
+        raise errors.error_from_result(result)
+    except psycopg.Error as exc:
+        _raise_translated(exc)

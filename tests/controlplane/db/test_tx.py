@@ -76,6 +76,65 @@ async def test_results_come_in_each_shape(scratch: str) -> None:
         assert await database.run_tx(lambda tx: len(entries(tx))) == 600
 
 
+async def test_columns_go_to_the_fields_of_their_names(scratch: str) -> None:
+    @dataclass(frozen=True)
+    class Optional:
+        id: int
+        balance: int = -1
+
+    def fn(tx: Tx) -> None:
+        assert tx.rows(Account, "select 5 as balance, 1 as id") == [Account(1, 5)]
+        assert tx.rows(Account, "select 1 as id, 5 as balance") == [Account(1, 5)]
+        assert tx.rows(Optional, "select 7 as id") == [Optional(7)]
+        assert tx.rows(Account, "select 1 as id, 5 as balance where false") == []
+        with pytest.raises(TypeError):
+            tx.rows(Account, "select 1 as id, 5 as amount")
+
+    async with open_database(DatabaseConfig(scratch)) as database:
+        await database.run_tx(fn)
+
+
+async def test_what_is_prepared_stays_prepared_through_rollbacks(scratch: str) -> None:
+    def ask(tx: Tx) -> int:
+        for _ in range(10):
+            tx.value("select balance from account where id = %s", [1])
+        with pytest.raises(CheckConflict), tx.savepoint():
+            tx.execute("update account set balance = -1 where id = 1")
+        assert balance(tx, 1) == 100
+        prepared = tx.value("select count(*) from pg_prepared_statements where starts_with(statement, 'select bal')")
+        assert isinstance(prepared, int)
+        return prepared
+
+    def fail(tx: Tx) -> None:
+        tx.execute("update account set balance = 7 where id = 1")
+        raise LookupError
+
+    async with open_database(DatabaseConfig(scratch, pool_size=1)) as database:
+        assert await database.run_tx(ask) == 1
+        with pytest.raises(LookupError):
+            await database.run_tx(fail)
+        assert await database.run_tx(ask) == 1
+
+
+async def test_savepoints_nest(scratch: str) -> None:
+    def fn(tx: Tx) -> list[int]:
+        with tx.savepoint():
+            tx.execute(INSERT, (1, 1, "[0,1)"))
+            with pytest.raises(UniqueConflict), tx.savepoint():
+                inner(tx)
+            tx.execute(INSERT, (3, 1, "[3,4)"))
+        return entries(tx)
+
+    def inner(tx: Tx) -> None:
+        tx.execute(INSERT, (2, 1, "[1,2)"))
+        with tx.savepoint():
+            tx.execute(INSERT, (1, 1, "[2,3)"))
+
+    async with open_database(DatabaseConfig(scratch)) as database:
+        assert await database.run_tx(fn) == [1, 3]
+        assert await database.run_tx(entries) == [1, 3]
+
+
 async def test_an_error_of_the_function_rolls_back(scratch: str) -> None:
     def fn(tx: Tx) -> None:
         tx.execute(INSERT, (1, 1, "[0,1)"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -109,13 +109,13 @@ def count_statements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from controlplane.db.tx import Tx  # noqa: PLC0415 - patched here alone
 
     counted: list[int] = []
-    statement = Tx._statement
+    before_each = Tx._check_time
 
-    def counting(tx: Tx) -> Any:
+    def counting(tx: Tx) -> None:
         counted[:] = [sum(counted) + 1]
-        return statement(tx)
+        before_each(tx)
 
-    monkeypatch.setattr(Tx, "_statement", counting)
+    monkeypatch.setattr(Tx, "_check_time", counting)
     return counted
 
 
