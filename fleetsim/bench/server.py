@@ -19,33 +19,19 @@ import trio
 
 from controlplane.cli.client import ClientError, open_client
 from controlplane.cli.profiles import CONFIG_VARIABLE
-from controlplane.db.embedded import open_embedded
-from controlplane.db.migrate import find_migrations, load, migrate
-from controlplane.db.pool import DatabaseConfig, open_database
-from controlplane.db.statement_counts import (
-    PRELOAD_SETTING,
-    StatementCounts,
-    enable_statement_counts,
-    load_statement_calls,
-    load_statement_counts,
-)
-from controlplane.iam.bootstrap import ensure_root
 from fleetsim.bench.children import open_child
-from shared.clocks import SystemClock
-from shared.ids import IdSource
+from fleetsim.bench.ledger import DATABASE, open_ledger
 from shared.joining import pin
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
-    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from controlplane.cli.client import AsyncApiClient
     from controlplane.db.embedded import EmbeddedPostgres
-    from controlplane.db.pool import Database
     from fleetsim.bench.children import Child
+    from fleetsim.bench.ledger import Ledger
 
-DATABASE: Final = "bettercompute"
 # A cold start on a busy machine: imports, migrations, keys.
 START_S: Final = 60.0
 POLL_S: Final = 0.1
@@ -55,7 +41,7 @@ DEV_START_S: Final = 120.0
 _ADOPTED = re.compile(rb"(\d+) simulated nodes? adopted")
 
 _CONFIG = """\
-keys_dir = "{directory}/keys"
+keys_dir = "{keys_dir}"
 
 [database]
 dsn = "{dsn}"
@@ -81,52 +67,38 @@ class Server:
     client: AsyncApiClient
     gateway_url: str
     pin: str
-    postgres: EmbeddedPostgres
+    ledger: Ledger
     child: Child
 
-    async def count_statements(self) -> tuple[StatementCounts, dict[str, int]]:
-        """Return what the database has been asked so far, in all and by statement."""
-        async with _open_superuser(self.postgres) as database:
-            counts = await database.run_tx(load_statement_counts)
-            calls = await database.run_tx(load_statement_calls)
-        return counts, {call.query: call.calls for call in calls}
+    @property
+    def postgres(self) -> EmbeddedPostgres:
+        return self.ledger.postgres
 
 
 @asynccontextmanager
 async def open_server(directory: Path) -> AsyncGenerator[Server]:
     """Run PostgreSQL and `bcctl serve` below `directory`. Raises ChildFailed, EmbeddedPostgresError."""
-    async with open_embedded(directory / "postgres", settings=PRELOAD_SETTING) as postgres:
-        key = await _prepare(postgres)
-        api, join, gateway = free_ports(3)
-        config = directory / "config.toml"
-        dsn = postgres.dsn("", DATABASE)
-        config.write_text(
-            _CONFIG.format(directory=directory, dsn=dsn, api=api, join=join, gateway=gateway), encoding="utf-8"
-        )
-        command = (sys.executable, "-m", "controlplane.cli.main", "serve", "--config", str(config))
-        async with (
-            open_child("bcctl serve", command, log=directory / "server.log", on_line=_ignore) as child,
-            open_client(f"http://127.0.0.1:{api}", key) as client,
-        ):
-            await _wait_healthy(child, client)
-            bundle = (directory / "keys" / "api" / "trust-bundle.json").read_bytes()
-            yield Server(client, f"https://127.0.0.1:{gateway}", pin(bundle), postgres, child)
+    async with open_ledger(directory) as ledger, open_server_on(ledger, directory) as server:
+        yield server
 
 
-async def _prepare(postgres: EmbeddedPostgres) -> str:
-    """Make the database with its first key, and return the key."""
-    owner = await trio.to_thread.run_sync(postgres.ensure_database, DATABASE)
-    await trio.to_thread.run_sync(migrate, owner, load(find_migrations()))
-    async with _open_superuser(postgres) as database:
-        await database.run_tx(enable_statement_counts)
-    async with open_database(DatabaseConfig(owner, pool_size=2)) as database:
-        root = await database.run_tx(ensure_root, IdSource(SystemClock()))
-    assert root.key is not None, "the database is new"
-    return root.key
-
-
-def _open_superuser(postgres: EmbeddedPostgres) -> AbstractAsyncContextManager[Database]:
-    return open_database(DatabaseConfig(postgres.dsn(db=DATABASE), pool_size=2, application_name="fleetsim"))
+@asynccontextmanager
+async def open_server_on(ledger: Ledger, directory: Path) -> AsyncGenerator[Server]:
+    """Run `bcctl serve` on a ledger that may have something in it. Raises ChildFailed."""
+    api, join, gateway = free_ports(3)
+    config = directory / "config.toml"
+    dsn = ledger.postgres.dsn("", DATABASE)
+    config.write_text(
+        _CONFIG.format(keys_dir=ledger.keys_dir, dsn=dsn, api=api, join=join, gateway=gateway), encoding="utf-8"
+    )
+    command = (sys.executable, "-m", "controlplane.cli.main", "serve", "--config", str(config))
+    async with (
+        open_child("bcctl serve", command, log=directory / "server.log", on_line=_ignore) as child,
+        open_client(f"http://127.0.0.1:{api}", ledger.api_key) as client,
+    ):
+        await _wait_healthy(child, client)
+        bundle = (ledger.keys_dir / "api" / "trust-bundle.json").read_bytes()
+        yield Server(client, f"https://127.0.0.1:{gateway}", pin(bundle), ledger, child)
 
 
 async def _wait_healthy(child: Child, client: AsyncApiClient) -> None:

@@ -7,36 +7,26 @@ after it are measured all the same.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
 import msgspec
 
-from controlplane.cli.client import ClientError
-from controlplane.cli.session import Interrupted, run_interruptible
-from controlplane.db.binaries import find_binaries
-from controlplane.db.embedded_state import EmbeddedPostgresError
-from fleetsim.bench.children import ChildFailed
 from fleetsim.bench.cost import Meter
-from fleetsim.bench.holding import Holder, ReservationLost, hold_at_rate, hold_in_turn, open_event_watch
-from fleetsim.bench.install import NoProject, find_project, measure_first_use
+from fleetsim.bench.holding import Holder, hold_at_rate, hold_in_turn, open_event_watch
+from fleetsim.bench.install import measure_first_use
 from fleetsim.bench.joins import POOL, check_nodes, make_fleet_spec, open_joined_fleet
-from fleetsim.bench.machine import Commit, read_commit, read_machine, read_versions
 from fleetsim.bench.processes import find_tree, read_memory
-from fleetsim.bench.report import Measurements, encode_report, format_report, make_report
+from fleetsim.bench.report import Measurements
+from fleetsim.bench.running import Runner, run_bench
 from fleetsim.bench.samples import percentile
 from fleetsim.bench.server import open_server
-from fleetsim.groups import leaves
-from shared.clocks import SystemClock
-from shared.logs import configure_logging
+from fleetsim.bench.spine_figures import SPINE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
 
     from fleetsim.bench.cost import Cost
     from fleetsim.bench.fleet import Fleet
@@ -46,8 +36,6 @@ if TYPE_CHECKING:
 
 # Enough for a 99th percentile that is not just the first outlier, in a minute.
 IDLE_SAMPLES = 100
-
-_EXPECTED = (ChildFailed, ClientError, EmbeddedPostgresError, NoProject, ReservationLost)
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,35 +65,21 @@ class Bench:
     """The repeats of one run."""
 
     parameters: Parameters
-    measured: Measurements
-    keep: bool
+    runner: Runner
+
+    @property
+    def measured(self) -> Measurements:
+        return self.runner.measured
 
     async def run(self) -> None:
         """Measure everything; what fails is noted."""
-        worlds: tuple[tuple[str, Callable[[Path], Awaitable[None]]], ...] = (
+        await self.runner.repeat(
+            self.parameters.repeats,
             ("first use", self._first_use),
             ("idle", self._idle),
             ("joins", self._joins),
             ("load", self._load),
         )
-        for repeat in range(1, self.parameters.repeats + 1):
-            for name, world in worlds:
-                _tell(f"repeat {repeat} of {self.parameters.repeats}: {name}")
-                await self._run_world(f"{name}, repeat {repeat}", world)
-
-    async def _run_world(self, name: str, world: Callable[[Path], Awaitable[None]]) -> None:
-        directory = _make_directory()
-        failures = len(self.measured.failures)
-        try:
-            try:
-                await world(directory)
-            except* _EXPECTED as group:
-                self.measured.failures += [f"{name}: {error}" for error in leaves(group)]
-        finally:
-            if len(self.measured.failures) > failures:
-                _tell(f"  failed; its logs are in {directory}")
-            elif not self.keep:
-                shutil.rmtree(directory, ignore_errors=True)
 
     # --- the worlds --------------------------------------------------------------------------
 
@@ -129,7 +103,7 @@ class Bench:
             self._add_cost("idle", cost)
             self.measured.add("idle_statements", cost.statements)
             self.measured.add("idle_transactions", cost.transactions)
-            self.measured.reservation_statements = cost.calls
+            self.measured.statements["reservation_statements"] = cost.calls
             self._add_memory("idle", server, fleet)
 
     async def _joins(self, directory: Path) -> None:
@@ -142,7 +116,7 @@ class Bench:
             add("join_statements", joins.cost.statements)
             add("join_transactions", joins.cost.transactions)
             add("background_statements_per_s", meter.background_statements_per_s)
-            self.measured.join_statements = joins.cost.calls
+            self.measured.statements["join_statements"] = joins.cost.calls
             self._add_cost("joins", joins.cost)
             self._add_memory("joins", server, fleet)
 
@@ -194,57 +168,8 @@ class Bench:
         self.measured.add(f"{world}_postgres_mib", postgres.rss_mib if postgres.pss_mib is None else postgres.pss_mib)
 
 
-def _make_directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="bc-bench-"))
-    # PostgreSQL runs as another user if we are root, and must be able to walk through.
-    directory.chmod(0o711)
-    return directory
-
-
-def _tell(text: str) -> None:
-    click.echo(text, err=True)
-
-
 def run_spine(parameters: Parameters, *, keep: bool, output: Path | None) -> bool:
-    """Measure, write and print the report; return whether nothing failed.
-
-    Raises:
-        ClickException: it was interrupted, or the report cannot be written.
-    """
-    configure_logging("WARNING", json=False)
-    measured = Measurements()
+    """Measure, write and print the report; return whether nothing failed. Raises ClickException."""
+    measured = Measurements(SPINE)
     measured.not_comparable = parameters.list_not_comparable()
-    clock = SystemClock()
-    at, machine, commit = clock.now(), read_machine(), _read_commit()
-    try:
-        run_interruptible(Bench(parameters, measured, keep).run)
-    except Interrupted as exc:
-        raise click.ClickException("stopped before it was done") from exc
-    report = make_report(
-        "spine",
-        measured,
-        at=at,
-        seconds=(clock.now() - at).total_seconds(),
-        machine=machine,
-        commit=commit,
-        versions={**read_versions(), "postgresql": find_binaries().version},
-        parameters=msgspec.to_builtins(parameters),
-    )
-    click.echo(format_report(report), nl=False)
-    if output is not None:
-        _write(output, encode_report(report))
-    return report.ok
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as exc:
-        raise click.ClickException(f"--output: {path}: {exc.strerror}") from exc
-
-
-def _read_commit() -> Commit:
-    try:
-        return read_commit(find_project())
-    except NoProject:
-        return Commit(sha="", changed=False)
+    return run_bench(measured, parameters, Bench(parameters, Runner(measured, keep)).run, output=output)
