@@ -192,6 +192,17 @@ begin
   return new;
 end $$;
 
+-- function quota_refuse_growth()
+
+CREATE FUNCTION public.quota_refuse_growth() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  raise check_violation using
+    message = format('quota %s would be used beyond its maximum', new.public_id),
+    constraint = 'quota_used_max';
+end $$;
+
 -- function reservation_transition()
 
 CREATE FUNCTION public.reservation_transition() RETURNS trigger
@@ -1712,6 +1723,10 @@ CREATE TRIGGER node_placement_gen BEFORE UPDATE ON public.node FOR EACH ROW WHEN
 -- trigger node_spec node_spec_forward_only
 
 CREATE TRIGGER node_spec_forward_only BEFORE UPDATE ON public.node_spec FOR EACH ROW EXECUTE FUNCTION public.node_spec_forward_only();
+
+-- trigger quota quota_used_max
+
+CREATE TRIGGER quota_used_max BEFORE UPDATE ON public.quota FOR EACH ROW WHEN ((((new.gpus_used > old.gpus_used) AND (new.gpus_used > new.gpus_max)) OR ((new.vcpus_used > old.vcpus_used) AND (new.vcpus_used > new.vcpus_max)) OR ((new.memory_mib_used > old.memory_mib_used) AND (new.memory_mib_used > new.memory_mib_max)))) EXECUTE FUNCTION public.quota_refuse_growth();
 
 -- trigger reservation reservation_transition
 

@@ -1,6 +1,7 @@
 """The ledger's moves, each a synchronous function inside one transaction.
 
     place      quota, plan under the nodes' locks, bookings; bind: holds, specs
+    quota      what tenants may hold, decided for many reservations at once
     specs      a node's desired state, written whole and signed
     evidence   what nodes signed: the only way to `active` and to `released`
     end        causes and releases

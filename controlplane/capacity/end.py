@@ -12,8 +12,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import announce
+from controlplane.capacity.quota import give_back_quota
 from controlplane.capacity.specs import write_spec
-from controlplane.db import ledger, quotas, reservations
+from controlplane.db import ledger, reservations
 from controlplane.db.queue import enqueue, schedule
 
 if TYPE_CHECKING:
@@ -83,18 +84,6 @@ def wake_waiting(tx: Tx, pool_id: int) -> None:
     """
     if reservations.is_waited_for(tx, pool_id):
         enqueue(tx, "pool", [str(pool_id)])
-
-
-def give_back_quota(tx: Tx, reservation: Reservation) -> None:
-    """Return what `place` took. The caller has locked the reservation."""
-    rows = quotas.lock_quotas(tx, reservation.tenant_id, reservation.project_id, reservation.pool_id)
-    quotas.add_quota_use(
-        tx,
-        [row.quota_id for row in rows],
-        gpus=-reservation.gpus,
-        vcpus=-reservation.vcpus_per_node * reservation.nodes,
-        memory_mib=-reservation.memory_mib_per_node * reservation.nodes,
-    )
 
 
 def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: Allocation, now: datetime) -> bool:

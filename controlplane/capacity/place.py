@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, cast
 
+from controlplane.capacity.quota import open_quotas, window_of
 from controlplane.capacity.specs import SpecFull, write_spec
-from controlplane.db import ledger, quotas, reservation_events, reservations, specs, views
+from controlplane.db import ledger, reservation_events, reservations, specs, views
 from controlplane.db.queue import schedule
 from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
 from controlplane.model.planner import NoPlan, plan_placement
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
     from controlplane.model.planner import Plan
+    from controlplane.model.quotas import QuotaShort
     from controlplane.model.requests import Topology
     from shared.ids import IdSource
     from shared.signing import IntentSigner
@@ -55,14 +57,6 @@ class LedgerTools:
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaShort:
-    """The quota has no room. `never` if not even an empty one would have."""
-
-    detail: str
-    never: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Placed:
     """Capacity is booked. `bound` if the holds were written too."""
 
@@ -83,39 +77,20 @@ def placement_request(reservation: Reservation) -> PlacementRequest:
     )
 
 
-def check_quota(tx: Tx, reservation: Reservation) -> QuotaShort | list[int]:
-    """Lock the quotas that apply; their ids if the request fits, else what is short."""
-    wanted = {
-        "gpus": reservation.gpus,
-        "vcpus": reservation.vcpus_per_node * reservation.nodes,
-        "memory_mib": reservation.memory_mib_per_node * reservation.nodes,
-    }
-    rows = quotas.lock_quotas(tx, reservation.tenant_id, reservation.project_id, reservation.pool_id)
-    for row in rows:
-        for name, amount in wanted.items():
-            most: int | None = getattr(row, f"{name}_max")
-            used: int = getattr(row, f"{name}_used")
-            if most is None or amount == 0 or used + amount <= most:
-                continue
-            return QuotaShort(
-                f"quota {row.public_id}: {name}: {amount} asked, {used} of {most} in use", never=amount > most
-            )
-    return [row.quota_id for row in rows]
-
-
 def place(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> Placed | NoPlan | QuotaShort:
     """Book a locked `draft` or `queued` reservation, and hold it if its window is open.
 
     Raises:
         Contended: a guard refused; nothing may be kept of this transaction.
     """
-    quota = check_quota(tx, reservation)
-    if isinstance(quota, QuotaShort):
-        return quota
     request = placement_request(reservation)
     if request.start is not None and request.start <= now:
         # the asked-for start has passed while it waited: it starts when it is placed
         request = replace(request, start=None)
+    book = open_quotas(tx, [reservation])
+    short = book.take(reservation, window_of(reservation, now))
+    if short is not None:
+        return short
     plan = plan_and_lock(tx, reservation.pool_id, request, now, horizon=now + EARLIEST_HORIZON)
     if isinstance(plan, NoPlan):
         return plan
@@ -125,13 +100,7 @@ def place(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -
         if conflict.constraint not in GUARDS:
             raise
         raise Contended(conflict.constraint) from conflict
-    quotas.add_quota_use(
-        tx,
-        quota,
-        gpus=reservation.gpus,
-        vcpus=reservation.vcpus_per_node * reservation.nodes,
-        memory_mib=reservation.memory_mib_per_node * reservation.nodes,
-    )
+    book.write(tx)
     return Placed(bound)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from controlplane.capacity.place import Placed, QuotaShort, announce, place
+from controlplane.capacity.place import Placed, announce, place
 from controlplane.db import reservations
 from controlplane.db.time import load_now
+from controlplane.model.quotas import QuotaShort
 
 if TYPE_CHECKING:
     from controlplane.capacity.place import LedgerTools

@@ -200,11 +200,15 @@ def find_held_drift(tx: Tx) -> Found:
 
 
 def find_quota_drift(tx: Tx) -> Found:
-    """Quotas whose use is not the sum of the reservations that count against them."""
+    """Quotas whose use is not the sum of the reservations that count against them, those of tenants below too."""
     return _find(
         tx,
         """
-        with taken as materialized (
+        with recursive below (top, tenant_id) as (
+          select tenant_id, tenant_id from quota
+          union
+          select b.top, t.tenant_id from below b join iam.tenant t on t.parent_id = b.tenant_id
+        ), taken as materialized (
           select tenant_id, project_id, pool_id, sum(gpus_per_node::int8 * nodes) as gpus,
                  sum(vcpus_per_node::int8 * nodes) as vcpus, sum(memory_mib_per_node * nodes) as memory_mib
           from reservation
@@ -216,8 +220,9 @@ def find_quota_drift(tx: Tx) -> Found:
         from quota q cross join lateral (
           select coalesce(sum(t.gpus), 0) as gpus, coalesce(sum(t.vcpus), 0) as vcpus,
                  coalesce(sum(t.memory_mib), 0) as memory_mib
-          from taken t
-          where t.tenant_id = q.tenant_id and (q.pool_id is null or q.pool_id = t.pool_id)
+          from taken t join below b using (tenant_id)
+          where b.top = q.tenant_id
+            and (q.pool_id is null or q.pool_id = t.pool_id)
             and (q.project_id is null or q.project_id = t.project_id)
         ) u
         where (q.gpus_used, q.vcpus_used, q.memory_mib_used) is distinct from (u.gpus, u.vcpus, u.memory_mib)

@@ -239,10 +239,11 @@ def insert_quota(
         insert into quota (public_id, tenant_id, project_id, pool_id, gpus_max, vcpus_max, memory_mib_max,
                            gpus_used, vcpus_used, memory_mib_used)
         select %(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(gpus_max)s, %(vcpus_max)s,
-               %(memory_mib_max)s, coalesce(sum(gpus_per_node * nodes), 0), coalesce(sum(vcpus_per_node * nodes), 0),
-               coalesce(sum(memory_mib_per_node * nodes), 0)
+               %(memory_mib_max)s, coalesce(sum(gpus_per_node::int8 * nodes), 0),
+               coalesce(sum(vcpus_per_node::int8 * nodes), 0), coalesce(sum(memory_mib_per_node * nodes), 0)
         from reservation
-        where tenant_id = %(tenant_id)s and state in ('placed', 'binding', 'active', 'releasing')
+        where (tenant_id = %(tenant_id)s or tenant_id in (select iam.tenant_subtree(%(tenant_id)s)))
+          and ended_at is null and state in ('placed', 'binding', 'active', 'releasing')
           and (%(project_id)s::int4 is null or project_id = %(project_id)s)
           and (%(pool_id)s::int4 is null or pool_id = %(pool_id)s)
         """,
@@ -278,11 +279,12 @@ def delete_quota(tx: Tx, quota_id: int, *, version: int) -> bool:
 
 
 def pools_waited_for(tx: Tx, *, tenant_id: int, pool_id: int | None) -> list[int]:
-    """Return the pools (or the one) in which a tenant has queued reservations."""
+    """Return the pools (or the one) in which a tenant, or one below it, has queued reservations."""
     found = tx.tuples(
         """
         select distinct pool_id from reservation
-        where tenant_id = %(tenant_id)s and state = 'queued' and (%(pool_id)s::int4 is null or pool_id = %(pool_id)s)
+        where (tenant_id = %(tenant_id)s or tenant_id in (select iam.tenant_subtree(%(tenant_id)s)))
+          and ended_at is null and state = 'queued' and (%(pool_id)s::int4 is null or pool_id = %(pool_id)s)
         order by pool_id
         """,
         {"tenant_id": tenant_id, "pool_id": pool_id},

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity import end as ending
 from controlplane.capacity.place import Contended, announce
+from controlplane.capacity.quota import give_back_quota
 from controlplane.db import certificates, commands, devices, ledger, nodes, reservations
 from controlplane.db.queue import enqueue
 from controlplane.fleet.commands import end as end_command
@@ -68,7 +69,7 @@ def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now:
 def _unplace(tx: Tx, reservation: Reservation) -> None:
     """Take a placement apart that has not begun: it waits for room again, in the order in which it came."""
     ledger.close_bookings(tx, reservation.reservation_id)
-    ending.give_back_quota(tx, reservation)
+    give_back_quota(tx, reservation)
     reason = "its node was decommissioned"
     reservations.mark_queued(tx, reservation.reservation_id, "placed", reason=reason)
     announce(tx, reservation, "queued", reason=reason)

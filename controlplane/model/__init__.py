@@ -6,6 +6,7 @@ nodeview, nvlink, fit  a node as the planner sees it, and what of it fits
 planner, index         plans; the same from an index of a pool
 refusals, earliest     why not, and when
 devices                slots, health and links from an inventory
+quotas                 what a reservation takes of every limit that it counts against
 evidence               what became of a signed statement
 queues, shards         the work queues by name, and how keys are divided
 """

@@ -117,6 +117,7 @@ class LedgerFleet:
         vcpus: int = 0,
         memory_mib: int = 0,
         tenant_id: int | None = None,
+        project_id: int | None = None,
         queue_s: float | None = None,
     ) -> int:
         """Store a draft; `start_s` and `queue_s` count from the fleet's now. Amounts are per node."""
@@ -128,7 +129,7 @@ class LedgerFleet:
                 reservations.NewReservation(
                     public_id=new_id("rsv"),
                     tenant_id=tenant_id or self.tenant_id,
-                    project_id=None,
+                    project_id=project_id,
                     pool_id=self.pool_id,
                     offering_id=None,
                     name="",
@@ -298,7 +299,10 @@ where (c.gpu_held, c.vcpu_held, c.memory_mib_held) is distinct from (held.gpus, 
 WRONG_QUOTAS = """
 select q.quota_id, q.gpus_used, used.* from quota q cross join lateral (
   select coalesce(sum(r.gpus_per_node * r.nodes), 0) as gpus, coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus
-  from reservation r where r.tenant_id = q.tenant_id and r.state in ('placed', 'binding', 'active', 'releasing')
+  from reservation r where r.state in ('placed', 'binding', 'active', 'releasing')
+    and r.tenant_id in (with recursive below (id) as (
+      select q.tenant_id union select t.tenant_id from iam.tenant t join below on t.parent_id = below.id)
+      select id from below)
     and (q.pool_id is null or q.pool_id = r.pool_id) and (q.project_id is null or q.project_id = r.project_id)) used
 where (q.gpus_used, q.vcpus_used) is distinct from (used.gpus, used.vcpus)
 """

@@ -209,6 +209,10 @@ RULES: tuple[Rule, ...] = (
         "quota_counters",
         "I6",
         """
+        with recursive above (tenant_id, id) as (
+          select tenant_id, tenant_id from reservation union
+          select a.tenant_id, t.parent_id from above a join iam.tenant t on t.tenant_id = a.id
+          where t.parent_id is not null)
         select format('%s: counts %s, %s, %s; used are %s, %s, %s', q.public_id, q.gpus_used, q.vcpus_used,
                       q.memory_mib_used, u.gpus, u.vcpus, u.memory_mib)
         from quota q cross join lateral (
@@ -216,7 +220,8 @@ RULES: tuple[Rule, ...] = (
                  coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus,
                  coalesce(sum(r.memory_mib_per_node * r.nodes), 0) as memory_mib
           from reservation r
-          where r.tenant_id = q.tenant_id and r.state in ('placed', 'binding', 'active', 'releasing')
+          where exists (select from above a where a.tenant_id = r.tenant_id and a.id = q.tenant_id)
+            and r.state in ('placed', 'binding', 'active', 'releasing')
             and (q.pool_id is null or q.pool_id = r.pool_id)
             and (q.project_id is null or q.project_id = r.project_id)) u
         where (q.gpus_used, q.vcpus_used, q.memory_mib_used) is distinct from (u.gpus, u.vcpus, u.memory_mib)

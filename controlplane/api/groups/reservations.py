@@ -29,7 +29,7 @@ from controlplane.api.groups.reservation_structs import (
 from controlplane.capacity import end as ending
 from controlplane.capacity import windows
 from controlplane.capacity.lifecycle import DRAFT_LIFE
-from controlplane.capacity.place import EARLIEST_HORIZON, LedgerTools, Placed, QuotaShort, announce, place
+from controlplane.capacity.place import EARLIEST_HORIZON, LedgerTools, Placed, announce, place
 from controlplane.capacity.place import placement_request as stored_request
 from controlplane.db import ledger, reservations
 from controlplane.db.queue import enqueue, schedule
@@ -38,6 +38,7 @@ from controlplane.db.views import load_node_names, load_node_views
 from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
 from controlplane.model.planner import NoPlan, plan_placement
+from controlplane.model.quotas import QuotaShort
 from controlplane.model.refusals import why_impossible
 from controlplane.model.requests import InvalidRequest, PoolShape, resolve_request
 

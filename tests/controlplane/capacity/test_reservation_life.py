@@ -8,9 +8,10 @@ import pytest
 import trio
 
 from controlplane.capacity.lifecycle import step
-from controlplane.capacity.place import Placed, QuotaShort
+from controlplane.capacity.place import Placed
 from controlplane.model.evidence import Applied, Refused
 from controlplane.model.planner import NoPlan
+from controlplane.model.quotas import QuotaShort
 from shared.identity import make_key
 from shared.signing import NodeSigner
 from tests.support.ledgers import open_fleet
@@ -185,10 +186,10 @@ async def test_quota_is_taken_by_the_booking_and_says_so(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         fleet.execute("insert into quota (public_id, tenant_id, gpus_max) values ('quo_a', 1, 4)")
         never = await fleet.try_place(await fleet.draft(5))
-        assert never == QuotaShort("quota quo_a: gpus: 5 asked, 0 of 4 in use", never=True)
+        assert never == QuotaShort("quota quo_a: gpus: 5 asked, 0 of 4 in use, 1 short", never=True)
         assert (await fleet.reserve(3)).state == "binding"
         full = await fleet.try_place(await fleet.draft(2))
-        assert full == QuotaShort("quota quo_a: gpus: 2 asked, 3 of 4 in use", never=False)
+        assert full == QuotaShort("quota quo_a: gpus: 2 asked, 3 of 4 in use, 1 short", never=False)
         fleet.assert_sound()
 
 
