@@ -45,7 +45,7 @@ REFUSALS = frozenset(
 )
 LEAPS_S = (1, 20, 61, 301, 901)
 # A stuck torture is a failure that says so, not a test that hangs.
-HEAL_ROUNDS_MAX = 60
+HEAL_ROUNDS_MAX = 20
 
 
 @dataclass
@@ -325,7 +325,7 @@ class Worker:
 
 async def heal(torture: Torture) -> int:
     """Nobody disturbs any more; returns after how many rounds of half an hour nothing was left."""
-    arena, rng = torture.arena, torture.rng("heal")
+    arena = torture.arena
     for witness in arena.nodes:
         if not witness.gone:
             witness.silent = False
@@ -339,7 +339,7 @@ async def heal(torture: Torture) -> int:
             "select public_id from reservation where ended_at is null and (duration_s is null or %s)", done > 4
         ):
             await arena.api.call("reservations/release", id=reservation)
-        await arena.settle(rng)
+        await arena.settle()
         await torture.check()
         if torture.failures or arena.sql("select count(*) from reservation where ended_at is null") == [(0,)]:
             return done

@@ -176,6 +176,7 @@ class Arena:
     tools: LedgerTools
     keys: dict[str, str] = field(default_factory=dict[str, str])
     nodes: list[WitnessNode] = field(default_factory=list[WitnessNode])
+    rng: Random = field(default_factory=lambda: Random(0))
 
     def sql(self, query: Any, *params: object) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.dsn.admin, autocommit=True) as conn:
@@ -218,13 +219,12 @@ class Arena:
                 for key in await reconciler.list_keys("", 1000):
                     nursery.start_soon(_reconcile, reconciler, key, limit)
 
-    async def settle(self, rng: Random | None = None) -> None:
+    async def settle(self) -> None:
         """Let workers and nodes do all that is due."""
-        rng = rng or Random(0)
         for _ in range(SETTLES):
             await self.sweep()
             for witness in self.nodes:
-                await trio.to_thread.run_sync(witness.converge, rng)
+                await trio.to_thread.run_sync(witness.converge, self.rng)
         await self.sweep()
 
     def find_breaches(self) -> list[str]:
