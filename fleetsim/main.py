@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fleetsim.agents import run_agents
 from fleetsim.spec import STDIN, SpecError, load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _COUNT = click.IntRange(min=1, max=10_000)
 _STDIN_FD = 0
@@ -53,6 +57,27 @@ def agents(source: str, log_level: str) -> None:
 @cli.group()
 def bench() -> None:
     """Measure, and compare with the reference."""
+
+
+def _ledger_bench(command: Callable[..., None]) -> click.Command:
+    """Make a function a benchmark of the ledger, with the options that all of these have."""
+    for option in (
+        click.option(
+            "--output",
+            type=click.Path(dir_okay=False, writable=True, path_type=Path),
+            help="Write the report there, as JSON.",
+        ),
+        click.option("--keep", is_flag=True, help="Keep the working directories; those of failures are always kept."),
+        click.option("--repeats", type=click.IntRange(min=1, max=100), default=3, show_default=True),
+        click.option(
+            "--postgres",
+            type=click.IntRange(min=15, max=99),
+            metavar="MAJOR",
+            help="The PostgreSQL: a major version that is installed here; left out, the embedded one.",
+        ),
+    ):
+        command = option(command)
+    return bench.command()(command)
 
 
 @bench.command()
@@ -110,6 +135,47 @@ def spine(
         install=install,
     )
     sys.exit(0 if run_spine(parameters, keep=keep, output=output) else 1)
+
+
+@_ledger_bench
+@click.option("--nodes", type=_COUNT, default=10_000, show_default=True, help="Nodes of the large fleet.")
+@click.option("--small-nodes", type=_COUNT, default=1_000, show_default=True, help="Nodes of the small fleet.")
+@click.option(
+    "--live",
+    type=click.IntRange(min=0, max=100_000),
+    default=10_000,
+    show_default=True,
+    help="Reservations that are live in the fleet in which many are.",
+)
+@click.option("--clients", type=click.IntRange(min=1, max=100), default=4, show_default=True, help="At once.")
+@click.option("--bookings", type=_COUNT, default=600, show_default=True, help="In one stretch of measuring, at most.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.1, max=600),
+    default=8.0,
+    show_default=True,
+    help="How long one stretch of measuring lasts, at most.",
+)
+@click.option(
+    "--races",
+    type=click.IntRange(min=0, max=1000),
+    default=30,
+    show_default=True,
+    help="Rounds for the last unit, for each of three numbers of clients.",
+)
+@click.option(
+    "--quiet",
+    "quiet_s",
+    type=click.FloatRange(min=0.1, max=600),
+    default=10.0,
+    show_default=True,
+    help="How many seconds the idle server is watched, whose statements are taken out of the counts.",
+)
+def inline(*, output: Path | None, keep: bool, **given: Any) -> None:  # noqa: ANN401 - as the options say
+    """One booking a request over HTTP: rate, latency, cost, and the race for the last unit."""
+    from fleetsim.bench.inline import Parameters, run_inline  # noqa: PLC0415 - as above
+
+    sys.exit(0 if run_inline(Parameters(**given), keep=keep, output=output) else 1)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 running     runs any benchmark: its worlds, one after the other, and its report
 spine       `fleetsim bench spine`; spine_figures has what it reports
+inline      `fleetsim bench inline`; inline_figures has what it reports
+booking     clients that book over HTTP, and race for the last unit; callers are their connections
 install     the world of a new user: pip, `bcctl dev`, `bcctl reserve`
 joins       makes a fleet join, and counts what that costs
 holding     takes GPUs and lets them go, in turn or at a rate

@@ -56,10 +56,10 @@ class Meter:
         self.background_transactions_per_s = 0.0
         self._server = server
 
-    async def read_background(self) -> None:
-        """Watch the server for `QUIET_S`; nobody may ask anything of it meanwhile."""
+    async def read_background(self, quiet_s: float = QUIET_S) -> None:
+        """Watch the server for so long; nobody may ask anything of it meanwhile."""
         before = await self.read()
-        await trio.sleep(QUIET_S)
+        await trio.sleep(quiet_s)
         after = await self.read()
         counts, seconds = after.counts - before.counts, after.at - before.at
         self.background_statements_per_s = counts.statements / seconds

@@ -69,7 +69,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     commit: Commit
     versions: dict[str, str]
-    parameters: dict[str, float | bool | str]
+    parameters: dict[str, float | bool | str | None]
     figures: dict[str, Figure]
     caveats: list[str]
 
@@ -154,7 +154,7 @@ def make_report(
     machine: Machine,
     commit: Commit,
     versions: Mapping[str, str],
-    parameters: Mapping[str, float | bool | str],
+    parameters: Mapping[str, float | bool | str | None],
 ) -> Report:
     """Put the report together."""
     lists: dict[str, Any] = dict(measured.statements)

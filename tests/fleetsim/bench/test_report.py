@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from fleetsim.bench.figures import ENDINGS, BenchKind, Kind, Peer
+from fleetsim.bench.inline_figures import INLINE
 from fleetsim.bench.machine import Commit, Machine
 from fleetsim.bench.report import (
     LedgerReport,
@@ -22,7 +23,7 @@ from fleetsim.bench.report import (
 )
 from fleetsim.bench.spine_figures import SPINE
 
-BENCHES = [SPINE]
+BENCHES = [SPINE, INLINE]
 # A figure of which more is better, with everything a figure can be compared with.
 RATE = BenchKind(
     "rates",

@@ -1,0 +1,30 @@
+"""Each benchmark of the ledger runs from end to end, on a fleet of a few nodes, and has every figure."""
+
+from __future__ import annotations
+
+from fleetsim.bench import inline
+from fleetsim.bench.report import Measurements
+from fleetsim.bench.running import Runner
+
+
+async def test_inline() -> None:
+    measured = Measurements(inline.INLINE)
+    parameters = inline.Parameters(
+        nodes=12,
+        small_nodes=10,
+        live=8,
+        clients=2,
+        bookings=4,
+        seconds=5.0,
+        races=1,
+        quiet_s=0.5,
+        repeats=1,
+        postgres=None,
+    )
+    await inline.Bench(parameters, Runner(measured, keep=False)).run()
+    assert measured.failures == []
+    figures = measured.figures()
+    assert list(figures) == [kind.name for kind in inline.INLINE.kinds]
+    assert figures["race_rounds"].spread.median == 3
+    assert figures["race_rounds_oversold"].met
+    assert measured.statements["booking_statements"]
