@@ -1,9 +1,10 @@
 """GET /api/compute/events/stream: events as they come, as server-sent events.
 
 One reader for the process keeps the newest `RING_EVENTS` events in memory, woken by the channel
-"bc_events" and once a second. A client is a position and nothing more: as long as that lies inside the
-ring it is served from memory, and one that was away longer, or reads too slowly, from the database,
-a page at a time. So a client costs the same whether it reads or not, and nobody misses an event.
+"bc_events" and once a second, as long as anybody follows. A client is a position and nothing more: as
+long as that lies inside the ring it is served from memory, and one that was away longer, or reads too
+slowly, from the database, a page at a time. So a client costs the same whether it reads or not, and
+nobody misses an event.
 
 The id of an event in the stream is its position, which a client sends back as Last-Event-ID to go
 on after it. Whom a client is and what it may see is asked again with every page, from the caches of
@@ -82,6 +83,7 @@ class EventHub:
         # The ring holds every event after `floor` up to `position`.
         self._floor = start
         self._position = start
+        self._current = True
         self.closed = False
 
     def wake(self) -> None:
@@ -99,10 +101,22 @@ class EventHub:
             with trio.move_on_after(POLL_S):
                 await self._wanted.wait()
             self._wanted = trio.Event()
+            if not self._streams:
+                self._current = False
+                continue
             try:
+                if not self._current:
+                    await self._begin_again()
                 await self._read()
             except DatabaseError as exc:
                 _log.warning("events.unavailable", error=str(exc))
+
+    async def _begin_again(self) -> None:
+        """Go on at now after a time in which nobody followed; who has older events to read has them from the table."""
+        self._floor = self._position = await self._database.run_tx(outbox.tail)
+        self._ring.clear()
+        self._current = True
+        self._announce()
 
     async def _read(self) -> None:
         while True:
@@ -132,6 +146,7 @@ class EventHub:
     def enter(self) -> None:
         """Count a stream in."""
         self._streams += 1
+        self._wanted.set()
         self._set_streams(self._streams)
 
     def leave(self) -> None:

@@ -12,6 +12,7 @@ import h11
 import psycopg
 import pytest
 import trio
+import trio.testing
 
 from controlplane.api import sse
 from controlplane.api.sse import format_position, parse_position
@@ -119,6 +120,27 @@ async def test_events_arrive_in_order_and_are_told_apart(dsn: Dsn) -> None:
         assert follower.comments == ["hello"]
 
 
+async def test_nothing_is_read_while_nobody_follows_and_nothing_is_missed(dsn: Dsn) -> None:
+    async with _serve(dsn) as streams:
+        async with streams.follow() as follower:
+            await streams.publish("rsv_0")
+            assert (await follower.next() or {})["subject"] == "rsv_0"
+            last_id = follower.last_id
+        with trio.fail_after(5):
+            while "better_compute_http_event_streams 0.0" not in (await streams.api.client.get("/metrics")).text:  # noqa: ASYNC110
+                await trio.lowlevel.checkpoint()
+        await streams.publish("rsv_1")
+        transactions = streams.api.context.db.statistics().transactions
+        streams.api.hub.wake()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert streams.api.context.db.statistics().transactions == transactions
+        async with streams.follow(last_id=last_id) as follower, streams.follow() as newcomer:
+            assert (await follower.next() or {})["subject"] == "rsv_1"
+            await streams.publish("rsv_2")
+            assert (await follower.next() or {})["subject"] == "rsv_2"
+            assert (await newcomer.next() or {})["subject"] == "rsv_2"
+
+
 async def test_a_mutation_over_the_api_is_followed(dsn: Dsn) -> None:
     async with _serve(dsn) as streams, streams.follow(query="kind=site") as follower:
         await streams.api.ok("sites/create", slug="berlin")
@@ -215,7 +237,7 @@ async def test_an_outage_of_the_database_is_survived(dsn: Dsn) -> None:
         await streams.publish("rsv_1")
         with psycopg.connect(dsn.admin, autocommit=True) as conn:
             conn.execute(
-                "select pg_terminate_backend(pid) from pg_stat_activity"
+                "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
                 " where datname = current_database() and pid <> pg_backend_pid()"
             )
         async with streams.follow() as follower:
