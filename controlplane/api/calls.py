@@ -13,8 +13,8 @@ the IAM decides once on `Target.resource`; ``perform(tx, call, input, target) ->
 the change, guarded by the version that `load` read. Here `call.scope` is all that the caller may
 know of: `load` answers NotFound for anything else.
 
-`Drafted`: for what the IAM must decide on as stored. ``draft(tx, call, input) -> Target`` writes a
-row that holds nothing; after the decision ``perform`` admits it, or ``reject(tx, call, target,
+`Drafted`: for what the IAM must decide on as stored. ``draft(tx, call, input, id) -> Target`` writes a
+row of that public id, which holds nothing; after the decision ``perform`` admits it, or ``reject(tx, call, target,
 error)`` closes it. ``resume(tx, call, resource_id) -> Target`` loads the draft again when a request
 with the same idempotency key takes over one that was cut off. `perform` must be guarded by the
 draft's state. An ApiError from `perform` undoes its transaction, and `reject` follows.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from controlplane.iam.gate import Gate
     from controlplane.iam.port import Principal, Resource, Scope
     from shared.clocks import Clock
-    from shared.ids import IdSource
+    from shared.ids import IdSource, Prefix
     from shared.metrics import Metrics
     from shared.signing import IntentSigner
 
@@ -191,9 +191,10 @@ class Mutation(Method[I, O], Generic[I, O, R]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafted(Method[I, O], Generic[I, O, R]):
-    """Draft, decide, perform or reject."""
+    """Draft, decide, perform or reject. `prefix` is that of the drafts' public ids."""
 
-    draft: Callable[[Tx, Call, I], Target[R]]
+    prefix: Prefix
+    draft: Callable[[Tx, Call, I, str], Target[R]]
     resume: Callable[[Tx, Call, str], Target[R]]
     perform: Callable[[Tx, Call, I, Target[R]], Outcome[O]]
     reject: Callable[[Tx, Call, Target[R], ApiError], None]

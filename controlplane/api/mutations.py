@@ -106,16 +106,15 @@ class _Run:
             if key is not None and (first := _first_outcome(idempotency.look_up(tx, key))) is not None:
                 return first
             return method.load(tx, self.call, self.typed)
+        draft_id = self.call.context.ids.new(method.prefix)
         if key is None:
-            return method.draft(tx, self.call, self.typed)
-        found = _claim(tx, key)
+            return method.draft(tx, self.call, self.typed, draft_id)
+        found = _claim(tx, key, draft_id)
         if (first := _first_outcome(found)) is not None:
             return first
         if found.state == "resumed":
             return method.resume(tx, self.call, found.resource_id)
-        target = method.draft(tx, self.call, self.typed)
-        idempotency.attach(tx, key, target.resource.id)
-        return target
+        return method.draft(tx, self.call, self.typed, draft_id)
 
     def perform(self, tx: Tx, target: Target[Any]) -> Outcome[Any] | Answer:
         key = self.key
@@ -125,14 +124,20 @@ class _Run:
             if first is not None:
                 return first
         outcome = self.method.perform(tx, self.call, self.typed, target)
-        self.audit(
+        resource, tenant_id = outcome.resource_id or target.resource.id, target.resource.tenant_id
+        detail = {"input": input_detail(self.typed), **outcome.detail}
+        if key is None:
+            self.audit(tx, "allow", resource=resource, tenant_id=tenant_id, detail=detail)
+        elif not audit.record_outcome(
             tx,
-            "allow",
-            resource=outcome.resource_id or target.resource.id,
-            tenant_id=target.resource.tenant_id,
-            detail={"input": input_detail(self.typed), **outcome.detail},
-        )
-        if key is not None and not idempotency.finish(tx, key, status=200, outcome=msgspec.to_builtins(outcome.data)):
+            key,
+            outcome=outcome.data,
+            action=self.method.action,
+            resource=resource,
+            tenant_id=tenant_id,
+            request_id=self.call.request_id,
+            detail={"method": self.method.path, **detail},
+        ):
             raise errors.Conflict(
                 "idempotency_key: the request was given up meanwhile; use a new key", field="idempotency_key"
             )
@@ -203,9 +208,9 @@ def _key_of(call: Call, method: AnyMutation, typed: Any) -> idempotency.Key | No
     return idempotency.Key(call.principal.id, method.path, key, digest)
 
 
-def _claim(tx: Tx, key: idempotency.Key) -> idempotency.Found:
+def _claim(tx: Tx, key: idempotency.Key, draft_id: str = "") -> idempotency.Found:
     try:
-        return idempotency.claim(tx, key)
+        return idempotency.claim(tx, key, draft_id)
     except LockTimeout:
         raise _in_progress(idempotency.RETRY_AFTER_S) from None
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from controlplane.db import asked, node_views, places, tenancy
 from controlplane.db import iam as db_iam
-from controlplane.db import node_views, places, tenancy
 from controlplane.errors import Invalid, NotFound
 from shared.ids import SLUG_RULE, is_slug
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from controlplane.api.calls import Call
+    from controlplane.db.asked import Asked
     from controlplane.db.iam import Tenant
     from controlplane.db.node_views import NodeRow
     from controlplane.db.places import Pool, Site
@@ -62,6 +63,14 @@ def find_pool(tx: Tx, ref: str, *, field: str = "pool") -> Pool:
     if pool is None:
         raise not_found("pool", ref, field=field, candidates=places.pool_slugs(tx, limit=_CANDIDATES_MAX))
     return pool
+
+
+def find_asked(tx: Tx, call: Call, pool: str, *, gpus: int | None) -> Asked:
+    """Find a pool by id or slug, for a request of so many GPUs. Raises NotFound."""
+    found = asked.load_asked(tx, pool, gpus=gpus, tenant_id=call.principal.tenant_id)
+    if found is None:
+        raise not_found("pool", pool, field="pool", candidates=places.pool_slugs(tx, limit=_CANDIDATES_MAX))
+    return found
 
 
 def find_node(tx: Tx, call: Call, ref: str, *, field: str = "node") -> NodeRow:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
+    from controlplane.db.idempotency import Key
     from controlplane.db.tx import Tx
 
 Decision = Literal["allow", "deny", "refuse"]
@@ -84,6 +85,48 @@ def record(
             "detail": msgspec.json.encode(detail).decode(),
         },
     )
+
+
+def record_outcome(
+    tx: Tx,
+    key: Key,
+    *,
+    outcome: object,
+    action: str,
+    resource: str,
+    tenant_id: int | None,
+    request_id: str,
+    detail: Mapping[str, object],
+) -> bool:
+    """Write the row of a mutation that was allowed and made, and its outcome under its idempotency key.
+
+    One statement, for what every such mutation ends with. False, and nothing is written, if the key was reaped
+    or finished by somebody else.
+    """
+    written = tx.execute(
+        """
+        with finished as (
+          update idempotency set status = 200, outcome = %(outcome)s::jsonb, touched_at = compute_now()
+          where principal = %(principal)s and method = %(method)s and key = %(key)s and status is null
+          returning principal
+        )
+        insert into audit_event (principal, action, decision, resource, tenant_id, request_id, detail)
+        select principal, %(action)s, 'allow', %(resource)s, %(tenant_id)s, %(request_id)s, %(detail)s::jsonb
+        from finished
+        """,
+        {
+            "principal": key.principal,
+            "method": key.method,
+            "key": key.key,
+            "outcome": msgspec.json.encode(outcome).decode(),
+            "action": action,
+            "resource": resource,
+            "tenant_id": tenant_id,
+            "request_id": request_id,
+            "detail": msgspec.json.encode(detail).decode(),
+        },
+    )
+    return written == 1
 
 
 def read_before(

@@ -76,17 +76,17 @@ def look_up(tx: Tx, key: Key) -> Found:
     return _judge(row, key)
 
 
-def claim(tx: Tx, key: Key) -> Found:
-    """Claim a key, or say why it cannot be claimed.
+def claim(tx: Tx, key: Key, resource_id: str = "") -> Found:
+    """Claim a key, or say why it cannot be claimed. `resource_id` is the draft that is written with it.
 
     Waits for a transaction that is claiming the same key now; LockTimeout if that takes long.
     """
     claimed = tx.execute(
         """
-        insert into idempotency (principal, method, key, input_sha256) values (%s, %s, %s, %s)
+        insert into idempotency (principal, method, key, input_sha256, resource_id) values (%s, %s, %s, %s, %s)
         on conflict (principal, method, key) do nothing
         """,
-        (key.principal, key.method, key.key, key.input_sha256),
+        (key.principal, key.method, key.key, key.input_sha256, resource_id),
     )
     if claimed:
         return Found("new")
@@ -111,25 +111,14 @@ def claim(tx: Tx, key: Key) -> Found:
     return Found("resumed", resource_id=row.resource_id)
 
 
-def attach(tx: Tx, key: Key, resource_id: str) -> None:
-    """Note which draft a claimed key is about."""
+def finish(tx: Tx, key: Key, *, status: int, outcome: object) -> None:
+    """Store a refusal as the first outcome, if there is none; a success is `audit.record_outcome`'s to store."""
     tx.execute(
-        "update idempotency set resource_id = %s where principal = %s and method = %s and key = %s",
-        (resource_id, key.principal, key.method, key.key),
-    )
-
-
-def finish(tx: Tx, key: Key, *, status: int, outcome: object) -> bool:
-    """Store the first outcome; False if the key was reaped or finished by somebody else."""
-    return (
-        tx.execute(
-            """
-            update idempotency set status = %s, outcome = %s::jsonb, touched_at = compute_now()
-            where principal = %s and method = %s and key = %s and status is null
-            """,
-            (status, msgspec.json.encode(outcome).decode(), key.principal, key.method, key.key),
-        )
-        == 1
+        """
+        update idempotency set status = %s, outcome = %s::jsonb, touched_at = compute_now()
+        where principal = %s and method = %s and key = %s and status is null
+        """,
+        (status, msgspec.json.encode(outcome).decode(), key.principal, key.method, key.key),
     )
 
 

@@ -42,18 +42,6 @@ def lock_nodes(tx: Tx, node_ids: Sequence[int]) -> dict[int, LockedNode]:
     return {row.node_id: row for row in rows}
 
 
-def load_gpus_per_node(tx: Tx, pool_id: int) -> int:
-    """GPUs of the pool's largest node that is not decommissioned; 0 without inventory."""
-    most = tx.value(
-        """
-        select coalesce(max(c.gpu_total), 0) from node n join node_capacity c using (node_id)
-        where n.pool_id = %(pool)s and n.provision_state <> 'decommissioned'
-        """,
-        {"pool": pool_id},
-    )
-    return int(most or 0)
-
-
 # --- bookings --------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from controlplane.db.reservations import COLUMNS, Reservation
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
@@ -40,6 +42,35 @@ def load_names(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, Names]:
         {"ids": list(reservation_ids)},
     )
     return {row.reservation_id: row for row in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReservation(Reservation):
+    """A reservation with what its keys are called."""
+
+    tenant: str
+    project: str | None
+    pool: str
+    offering: str | None
+
+
+def load_named(tx: Tx, reservation_id: int) -> NamedReservation | None:
+    """One reservation with its names."""
+    return tx.row(
+        NamedReservation,
+        "select"
+        + COLUMNS
+        + """
+          , t.slug as tenant, j.slug as project, p.slug as pool, o.slug as offering
+        from reservation r
+        join pool p using (pool_id)
+        join iam.tenant t on t.tenant_id = r.tenant_id
+        left join project j on j.project_id = r.project_id
+        left join offering o on o.offering_id = r.offering_id
+        where r.reservation_id = %(id)s
+        """,
+        {"id": reservation_id},
+    )
 
 
 @dataclass(frozen=True, slots=True)

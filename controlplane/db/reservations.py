@@ -16,18 +16,22 @@ if TYPE_CHECKING:
     from controlplane.db.tx import Tx
     from controlplane.model.states import EndCause, ReservationCondition, ReservationState
 
-_COLUMNS = """
+COLUMNS = """
   r.reservation_id, r.public_id, r.tenant_id, r.project_id, r.pool_id, r.offering_id, r.name, r.state, r.nodes,
   r.gpus_per_node, r.vcpus_per_node, r.memory_mib_per_node, r.topology, r.whole_node, r.starts_at, r.duration_s,
   lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
   r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
-  r.active_at, r.releasing_at, r.ended_at
+  r.active_at, r.releasing_at, r.ended_at, compute_now() as read_at
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A row of `reservation`; memory in MiB, durations in seconds, `window_end` None is open."""
+    """A row of `reservation`; memory in MiB, durations in seconds, `window_end` None is open.
+
+    `read_at` is the instant at which the row was asked for: a transaction that begins by locking its
+    reservation takes that for now, and need not ask for the time.
+    """
 
     reservation_id: int
     public_id: str
@@ -61,6 +65,7 @@ class Reservation:
     active_at: datetime | None
     releasing_at: datetime | None
     ended_at: datetime | None
+    read_at: datetime
 
     @property
     def gpus(self) -> int:
@@ -90,27 +95,30 @@ class NewReservation:
     created_by: str
 
 
-def insert_draft(tx: Tx, new: NewReservation) -> int:
-    """Store a draft, which holds nothing; returns its reservation_id."""
-    (row,) = tx.tuples(
+def insert_draft(tx: Tx, new: NewReservation) -> Reservation:
+    """Store a draft, which holds nothing."""
+    row = tx.row(
+        Reservation,
         """
-        insert into reservation
+        insert into reservation as r
           (public_id, tenant_id, project_id, pool_id, offering_id, name, nodes, gpus_per_node, vcpus_per_node,
            memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by)
         values
           (%(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(offering_id)s, %(name)s, %(nodes)s,
            %(gpus_per_node)s, %(vcpus_per_node)s, %(memory_mib_per_node)s, %(topology)s, %(whole_node)s,
            %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s)
-        returning reservation_id
-        """,
+        returning
+        """
+        + COLUMNS,
         {name: getattr(new, name) for name in NewReservation.__slots__},
     )
-    return int(row[0])
+    assert row is not None, "an insert gives a row or fails"
+    return row
 
 
 def load_reservation(tx: Tx, reservation_id: int) -> Reservation | None:
     return tx.row(
-        Reservation, "select" + _COLUMNS + "from reservation r where r.reservation_id = %(id)s", {"id": reservation_id}
+        Reservation, "select" + COLUMNS + "from reservation r where r.reservation_id = %(id)s", {"id": reservation_id}
     )
 
 
@@ -118,7 +126,7 @@ def lock_reservation(tx: Tx, reservation_id: int) -> Reservation | None:
     """Read the row and keep it: the first lock of every transaction that changes a reservation."""
     return tx.row(
         Reservation,
-        "select" + _COLUMNS + "from reservation r where r.reservation_id = %(id)s for no key update",
+        "select" + COLUMNS + "from reservation r where r.reservation_id = %(id)s for no key update",
         {"id": reservation_id},
     )
 
@@ -128,7 +136,7 @@ def find_reservation(tx: Tx, public_id: str, tenant_ids: Sequence[int] | None) -
     return tx.row(
         Reservation,
         "select"
-        + _COLUMNS
+        + COLUMNS
         + """
         from reservation r
         where r.public_id = %(id)s and (%(tenants)s::int4[] is null or r.tenant_id = any(%(tenants)s))
@@ -150,7 +158,7 @@ def page_reservations(
     return tx.rows(
         Reservation,
         "select"
-        + _COLUMNS
+        + COLUMNS
         + """
         from reservation r
         where (%(tenants)s::int4[] is null or r.tenant_id = any(%(tenants)s))

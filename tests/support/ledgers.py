@@ -124,7 +124,7 @@ class LedgerFleet:
 
         def insert(tx: Tx) -> int:
             now = load_now(tx)
-            return reservations.insert_draft(
+            new = reservations.insert_draft(
                 tx,
                 reservations.NewReservation(
                     public_id=new_id("rsv"),
@@ -145,6 +145,7 @@ class LedgerFleet:
                     created_by="usr_test",
                 ),
             )
+            return new.reservation_id
 
         return await self.run(insert)
 

@@ -97,11 +97,9 @@ async def reserve(fleet: Fleet, gpus: int) -> Reservation:
             queue_deadline=None,
             created_by="usr_test",
         )
-        reservation_id = reservations.insert_draft(tx, new)
-        draft = reservations.lock_reservation(tx, reservation_id)
-        assert draft is not None
+        draft = reservations.insert_draft(tx, new)
         assert isinstance(placed := place(tx, fleet.tools, draft, load_now(tx)), Placed), placed
-        stored = reservations.load_reservation(tx, reservation_id)
+        stored = reservations.load_reservation(tx, draft.reservation_id)
         assert stored is not None
         return stored
 

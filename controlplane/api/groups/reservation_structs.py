@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from controlplane.api.calls import Idempotent, Input, ListInput
-from controlplane.db.reservation_views import load_names, load_parts
+from controlplane.db.reservation_views import load_named, load_names, load_parts
 from controlplane.model.states import ReservationState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controlplane.db.reservation_views import Names, PlacedPart
+    from controlplane.db.reservation_views import NamedReservation, Names, PlacedPart
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
 
@@ -182,7 +182,7 @@ def _part(part: PlacedPart) -> PartView:
     )
 
 
-def _view(row: Reservation, names: Names, parts: Sequence[PlacedPart]) -> ReservationView:
+def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[PlacedPart]) -> ReservationView:
     return ReservationView(
         id=row.public_id,
         name=row.name,
@@ -214,6 +214,13 @@ def _view(row: Reservation, names: Names, parts: Sequence[PlacedPart]) -> Reserv
         releasing_at=_utc(row.releasing_at),
         ended_at=_utc(row.ended_at),
     )
+
+
+def view_one(tx: Tx, reservation_id: int) -> ReservationView:
+    """A reservation that is there, as it is now, with two statements."""
+    row = load_named(tx, reservation_id)
+    assert row is not None, "reservations are never deleted"
+    return _view(row, row, load_parts(tx, [reservation_id]).get(reservation_id, ()))
 
 
 def view_all(tx: Tx, rows: Sequence[Reservation]) -> list[ReservationView]:

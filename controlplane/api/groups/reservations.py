@@ -25,15 +25,14 @@ from controlplane.api.groups.reservation_structs import (
     ReservationListInput,
     ReservationView,
     view_all,
+    view_one,
 )
 from controlplane.capacity import end as ending
 from controlplane.capacity import windows
-from controlplane.capacity.lifecycle import DRAFT_LIFE
 from controlplane.capacity.place import EARLIEST_HORIZON, LedgerTools, Placed, announce, place
 from controlplane.capacity.place import placement_request as stored_request
-from controlplane.db import ledger, reservations
+from controlplane.db import reservations
 from controlplane.db.queue import enqueue, schedule
-from controlplane.db.time import load_now
 from controlplane.db.views import load_node_names, load_node_views
 from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from controlplane.api.calls import Call
-    from controlplane.db.places import Pool
+    from controlplane.db.asked import Asked as Found
     from controlplane.db.reservations import Reservation
     from controlplane.db.tenancy import Offering
     from controlplane.db.tx import Tx
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Resolved:
-    pool: Pool
+    found: Found
     offering: Offering | None
     request: PlacementRequest
 
@@ -83,35 +82,30 @@ def _resource(row: Reservation) -> Resource:
     )
 
 
-def _view(tx: Tx, reservation_id: int) -> ReservationView:
-    row = reservations.load_reservation(tx, reservation_id)
-    assert row is not None, "reservations are never deleted"
-    return view_all(tx, [row])[0]
-
-
 # --- create ------------------------------------------------------------------------------------
 
 
-def _resolve(tx: Tx, call: Call, asked: Asked, now: datetime) -> _Resolved:
+def _resolve(tx: Tx, call: Call, asked: Asked) -> _Resolved:
     """What the input means. Raises Invalid, NotFound."""
     if asked.offering is None:
         if asked.pool is None:
             raise Invalid("pool: is missing; name a pool, or an offering", field="pool")
-        offering, pool = None, resolve.find_pool(tx, asked.pool)
+        offering, pool = None, asked.pool
         gpus, vcpus, memory_mib = asked.gpus, asked.vcpus, asked.memory_mib
     else:
         offering = resolve.find_offering(tx, call, asked.offering, tenant_id=None)
         for field in ("pool", "gpus", "vcpus", "memory_mib"):
             if getattr(asked, field) is not None:
                 raise Invalid(f"{field}: the offering {offering.slug} says that; leave it out", field=field)
-        pool = resolve.find_pool(tx, offering.pool_slug)
+        pool = offering.pool_slug
         gpus, vcpus, memory_mib = offering.gpus or None, offering.vcpus or None, offering.memory_mib or None
     if asked.duration_s is not None and asked.duration_s <= 0:
         raise Invalid(f"duration_s: {asked.duration_s} is not a time; ask for at least 1 second", field="duration_s")
+    found = resolve.find_asked(tx, call, pool, gpus=gpus)
     try:
         request = resolve_request(
-            PoolShape(pool.gpu_model, ledger.load_gpus_per_node(tx, pool.pool_id)),
-            now,
+            PoolShape(found.gpu_model, found.gpus_per_node),
+            found.now,
             gpus=gpus,
             nodes=asked.nodes,
             topology=asked.topology,
@@ -124,28 +118,31 @@ def _resolve(tx: Tx, call: Call, asked: Asked, now: datetime) -> _Resolved:
     except InvalidRequest as exc:
         field = "duration_s" if exc.field == "duration" else exc.field
         raise Invalid(f"{field}: {exc.problem}; {exc.fix}", field=field) from exc
-    return _Resolved(pool, offering, request)
+    return _Resolved(found, offering, request)
 
 
-def _draft(tx: Tx, call: Call, given: CreateInput) -> Target[Reservation]:
-    now = load_now(tx)
+def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Reservation]:
     if given.queue_for_s is not None and given.queue_for_s <= 0:
         raise Invalid(
             "queue_for_s: is not a time; ask for at least 1 second, or set queue to false", field="queue_for_s"
         )
-    resolved = _resolve(tx, call, given, now)
-    tenant = resolve.find_tenant(tx, call, given.tenant)
+    resolved = _resolve(tx, call, given)
+    found = resolved.found
+    tenant_id = call.principal.tenant_id
+    if given.tenant is not None or not found.has_tenant:
+        tenant_id = resolve.find_tenant(tx, call, given.tenant).tenant_id
     project = None
     if given.project is not None:
-        project = resolve.find_project(tx, call, given.project, tenant_id=tenant.tenant_id)
+        project = resolve.find_project(tx, call, given.project, tenant_id=tenant_id)
     request = resolved.request
-    reservation_id = reservations.insert_draft(
+    # A draft whose request dies here is found by the resync and ended by the clock.
+    row = reservations.insert_draft(
         tx,
         reservations.NewReservation(
-            public_id=call.context.ids.new("rsv"),
-            tenant_id=tenant.tenant_id,
+            public_id=public_id,
+            tenant_id=tenant_id,
             project_id=None if project is None else project.project_id,
-            pool_id=resolved.pool.pool_id,
+            pool_id=found.pool_id,
             offering_id=None if resolved.offering is None else resolved.offering.offering_id,
             name=given.name,
             nodes=request.nodes,
@@ -156,14 +153,10 @@ def _draft(tx: Tx, call: Call, given: CreateInput) -> Target[Reservation]:
             whole_node=request.whole_node,
             starts_at=request.start,
             duration_s=given.duration_s,
-            queue_deadline=None if given.queue_for_s is None else now + timedelta(seconds=given.queue_for_s),
+            queue_deadline=None if given.queue_for_s is None else found.now + timedelta(seconds=given.queue_for_s),
             created_by=call.principal.id,
         ),
     )
-    # a draft whose request dies here is ended by the clock
-    schedule(tx, "reservation", str(reservation_id), now + DRAFT_LIFE)
-    row = reservations.load_reservation(tx, reservation_id)
-    assert row is not None, "inserted above"
     return Target(_resource(row), row)
 
 
@@ -177,10 +170,10 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
     row = reservations.lock_reservation(tx, target.row.reservation_id)
     assert row is not None, "reservations are never deleted"
     if row.state == "draft":
-        result = place(tx, _tools(call), row, load_now(tx))
+        result = place(tx, _tools(call), row, row.read_at)
         if not isinstance(result, Placed):
             _wait_or_refuse(tx, given, row, result)
-    return Outcome(data=_view(tx, row.reservation_id), resource_id=row.public_id)
+    return Outcome(data=view_one(tx, row.reservation_id), resource_id=row.public_id)
 
 
 def _wait_or_refuse(tx: Tx, given: CreateInput, row: Reservation, short: NoPlan | QuotaShort) -> None:
@@ -206,7 +199,7 @@ def _reject(tx: Tx, _: Call, target: Target[Reservation], error: ApiError) -> No
     if row is None or row.state != "draft":
         return
     state = "rejected" if isinstance(error, Denied) else "failed"
-    ending.cancel(tx, row, load_now(tx), state=state, cause=None, detail=f"{error.code}: {error.message}")
+    ending.cancel(tx, row, row.read_at, state=state, cause=None, detail=f"{error.code}: {error.message}")
 
 
 # --- look --------------------------------------------------------------------------------------
@@ -245,9 +238,9 @@ def _list(tx: Tx, call: Call, given: ReservationListInput) -> Page[ReservationVi
 
 
 def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
-    now = load_now(tx)
-    resolved = _resolve(tx, call, given, now)
-    nodes = load_node_views(tx, resolved.pool.pool_id)
+    resolved = _resolve(tx, call, given)
+    now = resolved.found.now
+    nodes = load_node_views(tx, resolved.found.pool_id)
     impossible = why_impossible(resolved.request, nodes)
     if impossible is not None:
         raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
@@ -274,23 +267,23 @@ def _load(tx: Tx, call: Call, given: ReleaseInput | MoveEndInput) -> Target[Rese
 
 def _release(tx: Tx, call: Call, _: ReleaseInput, target: Target[Reservation]) -> Outcome[ReservationView]:
     row = _lock(tx, target)
-    now = load_now(tx)
+    now = row.read_at
     if row.state in ("draft", "queued", "placed"):
         ending.cancel(tx, row, now)
     elif row.state in ("binding", "active"):
         ending.end(tx, _tools(call), row, now, cause="released_by_holder")
     # releasing and ended: asking again is the same wish
-    return Outcome(data=_view(tx, row.reservation_id))
+    return Outcome(data=view_one(tx, row.reservation_id))
 
 
 def _evict(tx: Tx, call: Call, given: EvictInput, target: Target[Reservation]) -> Outcome[ReservationView]:
     row = _lock(tx, target)
-    now = load_now(tx)
+    now = row.read_at
     if row.state in ("draft", "queued", "placed"):
         ending.cancel(tx, row, now, cause="evicted_by_operator", detail=given.reason)
     elif row.state in ("binding", "active"):
         ending.end(tx, _tools(call), row, now, cause="evicted_by_operator", detail=given.reason)
-    return Outcome(data=_view(tx, row.reservation_id))
+    return Outcome(data=view_one(tx, row.reservation_id))
 
 
 def _lock(tx: Tx, target: Target[Reservation]) -> Reservation:
@@ -316,7 +309,7 @@ def _shrink(tx: Tx, call: Call, given: MoveEndInput, target: Target[Reservation]
         raise Invalid(
             f"end: {end.isoformat()} is not earlier than the end there is, {row.window_end.isoformat()}", field="end"
         )
-    if end <= load_now(tx):
+    if end <= row.read_at:
         raise Invalid("end: is in the past; to end it now, release it", field="end")
     if row.window_start is not None and end <= row.window_start:
         raise Invalid("end: is not later than the start; to end it before it starts, release it", field="end")
@@ -333,10 +326,10 @@ def _move_end(
     tx: Tx, call: Call, row: Reservation, target: Target[Reservation], end: datetime
 ) -> Outcome[ReservationView]:
     guards.check_changed(target.row.version == row.version, what=f"reservation {row.public_id}")
-    refused = windows.move_end(tx, _tools(call), row, end, load_now(tx))
+    refused = windows.move_end(tx, _tools(call), row, end, row.read_at)
     if refused is not None:
         raise refused
-    return Outcome(data=_view(tx, row.reservation_id))
+    return Outcome(data=view_one(tx, row.reservation_id))
 
 
 METHODS = (
@@ -347,6 +340,7 @@ METHODS = (
         input=CreateInput,
         output=ReservationView,
         summary="Hold devices for a window, now or later, or wait for them.",
+        prefix="rsv",
         draft=_draft,
         resume=_resume,
         perform=_admit,

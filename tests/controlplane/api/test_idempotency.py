@@ -106,9 +106,8 @@ class Wishes:
     fail: Callable[[Tx], None] = lambda tx: None
     calls: list[str] = field(default_factory=list[str])
 
-    def draft(self, tx: Tx, call: Call, wish: Wish) -> Target[str]:
+    def draft(self, tx: Tx, call: Call, wish: Wish, wish_id: str) -> Target[str]:
         self.calls.append("draft")
-        wish_id = call.context.ids.new("rsv")
         tx.execute("insert into wish values (%s, %s, 'draft')", (wish_id, wish.text))
         return self._target(wish_id)
 
@@ -139,6 +138,7 @@ class Wishes:
             input=Wish,
             output=Granted,
             summary="Make a wish.",
+            prefix="rsv",
             draft=self.draft,
             resume=self.resume,
             perform=self.perform,

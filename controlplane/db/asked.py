@@ -1,0 +1,54 @@
+"""What a request for devices names, in one statement: the pool, the size of its nodes, whose it is, and the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from controlplane.db.tx import Tx
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Where a request would be placed.
+
+    Attributes:
+        now: the instant that the transaction works with.
+        gpus_per_node: GPUs of a node of the pool that has as many as were asked for; of its largest if none
+            has, or if no number was given. 0 without inventory.
+        has_tenant: whether the tenant of who asks is still there.
+    """
+
+    now: datetime
+    pool_id: int
+    gpu_model: str | None
+    gpus_per_node: int
+    has_tenant: bool
+
+
+def load_asked(tx: Tx, pool: str, *, gpus: int | None, tenant_id: int) -> Asked | None:
+    """Look up a pool by public id or slug, for a request of so many GPUs over all nodes; None if there is none.
+
+    `tenant_id` is the home of who asks.
+
+    The first node that is large enough ends the search: no booking looks at every node of the pool, unless
+    it is larger than each of them.
+    """
+    return tx.row(
+        Asked,
+        """
+        select compute_now() as now, p.pool_id, p.gpu_model, coalesce(
+          (select c.gpu_total from node n join node_capacity c using (node_id)
+           where n.pool_id = p.pool_id and n.provision_state <> 'decommissioned' and c.gpu_total >= %(gpus)s::int4
+           limit 1),
+          (select max(c.gpu_total) from node n join node_capacity c using (node_id)
+           where n.pool_id = p.pool_id and n.provision_state <> 'decommissioned'),
+          0) as gpus_per_node,
+          exists (select from iam.tenant t where t.tenant_id = %(tenant)s) as has_tenant
+        from pool p where p.deleted_at is null and (p.public_id = %(pool)s or p.slug = %(pool)s)
+        """,
+        {"pool": pool, "gpus": gpus, "tenant": tenant_id},
+    )
