@@ -347,14 +347,19 @@ def insert_node(conn: psycopg.Connection[Any], pool_id: int, number: int, gpus: 
     return FleetNode(node_id, public_id, signer, uuids)
 
 
-@asynccontextmanager
-async def open_fleet(dsn: Dsn, *, nodes: int = 1, gpus: int = 8) -> AsyncGenerator[LedgerFleet]:
-    """A pool of equal adopted and connected nodes, at START, with the database opened as a worker."""
+def make_fleet(db: Database, dsn: Dsn, *, nodes: int = 1, gpus: int = 8) -> LedgerFleet:
+    """A pool of equal adopted and connected nodes, at START, in place of whatever the database had."""
     intent = IntentSigner(Ed25519PrivateKey.generate())
     with psycopg.connect(dsn.admin, autocommit=True) as conn:
         # a property test comes here once for each example
         conn.execute("drop table if exists test_clock")
-        conn.execute("truncate site, iam.tenant, reservation, booking, allocation, outbox restart identity cascade")
+        conn.execute(
+            """
+            truncate site, iam.tenant, reservation, booking, booking_history, allocation, usage_window, outbox,
+              work_queue
+            restart identity cascade
+            """
+        )
         conn.execute(FROZEN_TIME)
         conn.execute("insert into iam.tenant (public_id, slug, name) values ('ten_test', 'test', 'Test')")
         conn.execute("insert into site (public_id, slug, name) values ('site_test', 'test', 'Test')")
@@ -366,13 +371,19 @@ async def open_fleet(dsn: Dsn, *, nodes: int = 1, gpus: int = 8) -> AsyncGenerat
             ("gpu", "H100") if gpus else ("cpu", None),
         )
         fleet_nodes = [insert_node(conn, 1, number, gpus) for number in range(nodes)]
+    return LedgerFleet(
+        db=db,
+        owner_dsn=dsn.admin,
+        tools=LedgerTools(signer=intent, ids=IdSource(SystemClock())),
+        verifier=Verifier({KeyClass.INTENT: [intent.public_key]}),
+        pool_id=1,
+        tenant_id=1,
+        nodes=fleet_nodes,
+    )
+
+
+@asynccontextmanager
+async def open_fleet(dsn: Dsn, *, nodes: int = 1, gpus: int = 8) -> AsyncGenerator[LedgerFleet]:
+    """The same, with the database opened as a worker."""
     async with open_database(DatabaseConfig(dsn=dsn.worker)) as db:
-        yield LedgerFleet(
-            db=db,
-            owner_dsn=dsn.admin,
-            tools=LedgerTools(signer=intent, ids=IdSource(SystemClock())),
-            verifier=Verifier({KeyClass.INTENT: [intent.public_key]}),
-            pool_id=1,
-            tenant_id=1,
-            nodes=fleet_nodes,
-        )
+        yield make_fleet(db, dsn, nodes=nodes, gpus=gpus)

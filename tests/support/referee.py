@@ -10,7 +10,7 @@ decides by an operator the rule computes the same from the bounds, so that one m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 
@@ -391,25 +391,29 @@ REST: tuple[Rule, ...] = (
 )
 
 
-def find_breaches(dsn: str, rules: Sequence[Rule] = RULES) -> dict[str, list[str]]:
-    """Ask every rule of one snapshot; the breaches by rule, none for a sound ledger."""
+def find_breaches(where: str | psycopg.Connection[Any], rules: Sequence[Rule] = RULES) -> dict[str, list[str]]:
+    """Ask every rule of one snapshot of a database, or of an idle connection's; the breaches by rule."""
+    if isinstance(where, str):
+        with psycopg.connect(where, autocommit=True) as conn:
+            return find_breaches(conn, rules)
     breaches: dict[str, list[str]] = {}
-    with psycopg.connect(dsn) as conn:
-        conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        conn.read_only = True
+    with where.transaction():
+        where.execute("set transaction isolation level repeatable read, read only")
         for rule in rules:
-            if found := conn.execute(rule.sql).fetchall():
+            if found := where.execute(rule.sql).fetchall():
                 breaches[f"{rule.invariant} {rule.name}"] = [text for (text,) in found[:BREACHES_SHOWN]]
     return breaches
 
 
-def assert_sound(dsn: str) -> None:
+def assert_sound(where: str | psycopg.Connection[Any]) -> None:
     """Fail with what is broken, if anything is."""
-    breaches = find_breaches(dsn)
-    assert not breaches, "\n".join(f"{name}: {'; '.join(lines)}" for name, lines in breaches.items())
+    _assert_none(find_breaches(where))
 
 
-def assert_at_rest(dsn: str) -> None:
+def assert_at_rest(where: str | psycopg.Connection[Any]) -> None:
     """Fail unless the ledger is sound and nothing is open, booked, held or counted any more."""
-    breaches = find_breaches(dsn, (*RULES, *REST))
+    _assert_none(find_breaches(where, (*RULES, *REST)))
+
+
+def _assert_none(breaches: dict[str, list[str]]) -> None:
     assert not breaches, "\n".join(f"{name}: {'; '.join(lines)}" for name, lines in breaches.items())

@@ -1,0 +1,84 @@
+"""What users of other systems complained about, as stories that must end well here: with real processes.
+
+Each test says the complaint in a sentence, with its tracker id; `docs/explanation/elsewhere.md` has them all, and
+which test is whose.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import trio
+
+from controlplane.cli.client import ClientError
+from controlplane.db.embedded import EmbeddedPostgres, open_embedded
+from controlplane.db.migrate import find_migrations, load, migrate
+from tests.support.ledgers import insert_node
+from tests.support.postgres import Dsn
+from tests.support.referee import assert_sound
+from tests.support.stack import Stack, eventually, open_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KILLS, ANSWERS, CLIENTS = 4, 25, 4
+# For all that was answered, and for what was under way when the answer to it was cut off.
+NODES = 16
+
+
+async def _ask_until_killed(stack: Stack, server: EmbeddedPostgres, answered: list[dict[str, Any]]) -> None:
+    """Book with some clients at once; with the last of so many answers both processes are killed, in that instant."""
+    wanted = len(answered) + ANSWERS
+
+    async def ask() -> None:
+        while len(answered) < wanted:
+            try:
+                answered.append(await stack.reserve(1, queue=False))
+            except ClientError:
+                # cut off by the kill: done or not, nobody was told
+                assert len(answered) >= wanted, stack.server.story()
+                return
+            if len(answered) == wanted:
+                os.kill(server.pid, signal.SIGKILL)
+                stack.server.kill()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(CLIENTS):
+            nursery.start_soon(ask)
+    await stack.server.wait()
+
+
+async def _is_up(dsn: Dsn) -> bool:
+    try:
+        with psycopg.connect(dsn.admin):
+            return True
+    except psycopg.Error:
+        await trio.lowlevel.checkpoint()
+        return False
+
+
+async def test_all_that_was_answered_is_there_after_kill_9_of_everything(tmp_path: Path, place: Path) -> None:
+    """What was acknowledged less than six seconds before a crash was lost (Slurm Ticket 24936, and its crash probe)."""
+    async with open_embedded(place / "pg") as server:
+        migrate(server.ensure_database("bettercompute"), load(find_migrations()))
+        roles = {role: server.dsn(f"bc_{role}", "bettercompute") for role in ("owner", "api", "worker", "gateway")}
+        dsn = Dsn(name="bettercompute", admin=server.dsn("postgres", "bettercompute"), **roles)
+        async with open_stack(dsn, tmp_path) as stack:
+            await stack.make_pool()
+            with psycopg.connect(dsn.admin, autocommit=True) as conn:
+                for number in range(NODES):
+                    insert_node(conn, 1, number, 8)
+            answered: list[dict[str, Any]] = []
+            for _ in range(KILLS):
+                await _ask_until_killed(stack, server, answered)
+                await eventually(lambda: _is_up(dsn), what="PostgreSQL is back")
+                await stack.start_server()
+                kept = stack.sql("select public_id, state from reservation where state in ('binding', 'active')")
+                assert {reservation["id"] for reservation in answered} <= {public_id for public_id, _ in kept}
+                assert_sound(dsn.admin)
+            assert len(answered) == KILLS * ANSWERS == 100
+            for reservation in (answered[0], answered[-1]):
+                assert (await stack.get(reservation))["parts"] == reservation["parts"]
