@@ -954,8 +954,12 @@ CREATE TABLE public.pool (
     version bigint DEFAULT 1 NOT NULL,
     created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
     deleted_at timestamp with time zone,
+    max_duration_s bigint,
+    max_horizon_s bigint,
     CONSTRAINT pool_check CHECK (((kind = 'gpu'::text) = (gpu_model IS NOT NULL))),
-    CONSTRAINT pool_kind_check CHECK ((kind = ANY (ARRAY['gpu'::text, 'cpu'::text])))
+    CONSTRAINT pool_kind_check CHECK ((kind = ANY (ARRAY['gpu'::text, 'cpu'::text]))),
+    CONSTRAINT pool_max_duration_s_check CHECK ((max_duration_s > 0)),
+    CONSTRAINT pool_max_horizon_s_check CHECK ((max_horizon_s >= 0))
 );
 
 -- sequence pool_pool_id_seq

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from controlplane.capacity.place import Placed, announce, place
+from controlplane.capacity.place import Placed, announce, place, placement_request
 from controlplane.db import reservations
+from controlplane.db.places import load_window_limits
 from controlplane.db.time import load_now
 from controlplane.model.quotas import QuotaShort
+from controlplane.model.requests import InvalidRequest, check_limits
 
 if TYPE_CHECKING:
     from controlplane.capacity.place import LedgerTools
@@ -63,7 +65,13 @@ def place_queued(
 
 
 def _try(tx: Tx, tools: LedgerTools, reservation: Reservation, shape: tuple[object, ...]) -> StillWaiting | None:
-    placed = place(tx, tools, reservation, load_now(tx))
+    now = load_now(tx)
+    try:
+        check_limits(load_window_limits(tx, reservation.pool_id), placement_request(reservation), now)
+    except InvalidRequest as exc:
+        # set while it waited; they may be lifted again
+        return StillWaiting(shape, str(exc))
+    placed = place(tx, tools, reservation, now)
     if isinstance(placed, Placed):
         return None
     # a quota is the tenant's own matter: it says nothing about others of the same shape

@@ -47,6 +47,8 @@ _FLAGS = {
     "memory_mib_max": "--memory",
     "gpus_max": "--gpus",
     "vcpus_max": "--vcpus",
+    "max_duration_s": "--max-duration",
+    "max_horizon_s": "--max-horizon",
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from controlplane.model.requests import WindowLimits
+
 if TYPE_CHECKING:
     from datetime import datetime
 
@@ -20,6 +22,7 @@ class Asked:
         gpus_per_node: GPUs of a node of the pool that has as many as were asked for; of its largest if none
             has, or if no number was given. 0 without inventory.
         has_tenant: whether the tenant of who asks is still there.
+        max_duration_s, max_horizon_s: the pool's limits of a window.
     """
 
     now: datetime
@@ -27,6 +30,13 @@ class Asked:
     gpu_model: str | None
     gpus_per_node: int
     has_tenant: bool
+    max_duration_s: int | None
+    max_horizon_s: int | None
+
+    @property
+    def limits(self) -> WindowLimits:
+        """What the pool allows of a window."""
+        return WindowLimits.of_seconds(self.max_duration_s, self.max_horizon_s)
 
 
 def load_asked(tx: Tx, pool: str, *, gpus: int | None, tenant_id: int) -> Asked | None:
@@ -47,7 +57,8 @@ def load_asked(tx: Tx, pool: str, *, gpus: int | None, tenant_id: int) -> Asked 
           (select max(c.gpu_total) from node n join node_capacity c using (node_id)
            where n.pool_id = p.pool_id and n.provision_state <> 'decommissioned'),
           0) as gpus_per_node,
-          exists (select from iam.tenant t where t.tenant_id = %(tenant)s) as has_tenant
+          exists (select from iam.tenant t where t.tenant_id = %(tenant)s) as has_tenant,
+          p.max_duration_s, p.max_horizon_s
         from pool p where p.deleted_at is null and (p.public_id = %(pool)s or p.slug = %(pool)s)
         """,
         {"pool": pool, "gpus": gpus, "tenant": tenant_id},

@@ -111,6 +111,41 @@ def move_booking_end(tx: Tx, reservation_id: int, end: datetime | None) -> int:
     )
 
 
+def find_next_use(tx: Tx, reservation_id: int, *, before: datetime) -> datetime | None:
+    """The first instant from the reservation's end on, and earlier than `before`, at which it is in somebody's way.
+
+    That is where another booking of its units begins, or where its vCPUs or memory would be more than a node has.
+    """
+    found: datetime | None = tx.value(
+        """
+        with mine as (
+          select m.*, c.vcpu_total, c.memory_mib_total
+          from booking m left join node_capacity c using (node_id)
+          where m.reservation_id = %(id)s and m.live and upper(m.during) < %(before)s
+        ), other as (
+          select m.booking_id, b.spans && m.spans as shares, b.vcpus, b.memory_mib, b.during,
+                 greatest(lower(b.during), upper(m.during)) as since
+          from mine m join booking b
+            on b.node_id = m.node_id and b.live and b.booking_id <> m.booking_id
+           and b.during && tstzrange(upper(m.during), %(before)s, '[)')
+        )
+        select min(at) from (
+          select since as at from other where shares
+          union all
+          select t.since
+          from mine m join other t using (booking_id)
+          cross join lateral (
+            select sum(o.vcpus) as vcpus, sum(o.memory_mib) as memory_mib
+            from other o where o.booking_id = m.booking_id and o.during @> t.since) used
+          where (m.vcpus > 0 and used.vcpus + m.vcpus > m.vcpu_total)
+             or (m.memory_mib > 0 and used.memory_mib + m.memory_mib > m.memory_mib_total)
+        ) use
+        """,
+        {"id": reservation_id, "before": before},
+    )
+    return found
+
+
 def cut_bookings(tx: Tx, reservation_id: int, now: datetime) -> None:
     """End the plan now: what is left of the window can be booked by others, whatever the node still holds."""
     tx.execute(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from controlplane.model.requests import WindowLimits
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
@@ -24,7 +26,7 @@ _SELECT_SITE = """
 """
 _SELECT_POOL = """
   select p.pool_id, p.public_id, p.slug, p.name, p.site_id, s.slug as site_slug, p.kind, p.gpu_model, p.acceptance,
-         p.version, p.created_at
+         p.max_duration_s, p.max_horizon_s, p.version, p.created_at
   from pool p join site s using (site_id)
 """
 
@@ -44,7 +46,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Nodes of one kind in one site; `acceptance` are the command kinds that a new node must pass."""
+    """Nodes of one kind in one site; `acceptance` are the command kinds that a new node must pass.
+
+    Reservations are at most `max_duration_s` long and begin at most `max_horizon_s` from now; None is no limit.
+    """
 
     pool_id: int
     public_id: str
@@ -55,6 +60,8 @@ class Pool:
     kind: PoolKind
     gpu_model: str | None
     acceptance: list[str]
+    max_duration_s: int | None
+    max_horizon_s: int | None
     version: int
     created_at: datetime
 
@@ -198,27 +205,45 @@ def insert_pool(
     kind: PoolKind,
     gpu_model: str | None,
     acceptance: Sequence[str],
+    max_duration_s: int | None = None,
+    max_horizon_s: int | None = None,
 ) -> None:
     """Add a pool; raises UniqueConflict for a slug that is taken."""
     tx.execute(
         """
-        insert into pool (public_id, site_id, slug, name, kind, gpu_model, acceptance)
-        values (%s, %s, %s, %s, %s, %s, %s)
+        insert into pool (public_id, site_id, slug, name, kind, gpu_model, acceptance, max_duration_s, max_horizon_s)
+        values (%s, %s, %s, %s, %s, %s, %s, %s, %s)
         """,
-        (public_id, site_id, slug, name, kind, gpu_model, list(acceptance)),
+        (public_id, site_id, slug, name, kind, gpu_model, list(acceptance), max_duration_s, max_horizon_s),
     )
 
 
-def update_pool(tx: Tx, pool_id: int, *, version: int, name: str, acceptance: Sequence[str]) -> bool:
+def update_pool(
+    tx: Tx,
+    pool_id: int,
+    *,
+    version: int,
+    name: str,
+    acceptance: Sequence[str],
+    max_duration_s: int | None,
+    max_horizon_s: int | None,
+) -> bool:
     """Change a pool; False if its version has moved."""
     changed = tx.execute(
         """
-        update pool set name = %s, acceptance = %s, version = version + 1
+        update pool
+        set name = %s, acceptance = %s, max_duration_s = %s, max_horizon_s = %s, version = version + 1
         where pool_id = %s and version = %s and deleted_at is null
         """,
-        (name, list(acceptance), pool_id, version),
+        (name, list(acceptance), max_duration_s, max_horizon_s, pool_id, version),
     )
     return changed == 1
+
+
+def load_window_limits(tx: Tx, pool_id: int) -> WindowLimits:
+    """What the pool allows of a window as things are now."""
+    found = tx.tuples("select max_duration_s, max_horizon_s from pool where pool_id = %s", (pool_id,))
+    return WindowLimits.of_seconds(*found[0])
 
 
 def pool_dependents(tx: Tx, pool_id: int) -> list[tuple[str, int]]:

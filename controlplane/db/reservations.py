@@ -300,6 +300,23 @@ def move_window(tx: Tx, reservation_id: int, *, start: datetime, end: datetime |
     )
 
 
+def move_end(tx: Tx, reservation_id: int, *, old_end: datetime | None, end: datetime) -> bool:
+    """Give a reservation that has a window another end, and so another length, should it have to be placed again."""
+    return (
+        tx.execute(
+            """
+            update reservation
+            set during = tstzrange(lower(during), %(end)s, '[)'), version = version + 1,
+                duration_s = ceil(extract(epoch from %(end)s::timestamptz - lower(during)))
+            where reservation_id = %(id)s and state in ('placed', 'binding', 'active')
+              and upper(during) is not distinct from %(old_end)s::timestamptz
+            """,
+            {"id": reservation_id, "old_end": old_end, "end": end},
+        )
+        == 1
+    )
+
+
 def mark_binding(tx: Tx, reservation_id: int, *, bind_deadline: datetime) -> bool:
     return (
         tx.execute(

@@ -71,6 +71,27 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowLimits:
+    """A pool's limits of a reservation's window; None is no limit.
+
+    Attributes:
+        max_duration: how long, from the start there is to the end there is, extensions included. With it nothing is
+            open-ended.
+        max_horizon: how far from now a window may begin.
+    """
+
+    max_duration: timedelta | None = None
+    max_horizon: timedelta | None = None
+
+    @staticmethod
+    def of_seconds(max_duration_s: int | None, max_horizon_s: int | None) -> WindowLimits:
+        return WindowLimits(_seconds(max_duration_s), _seconds(max_horizon_s))
+
+
+NO_LIMITS = WindowLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class PoolShape:
     """What the inventory says of a pool's nodes: its GPU model (None: a CPU pool), and the GPUs of its largest node."""
 
@@ -90,8 +111,9 @@ def resolve_request(
     memory_mib: int | None = None,
     start: datetime | None = None,
     duration: timedelta | None = None,
+    limits: WindowLimits = NO_LIMITS,
 ) -> PlacementRequest:
-    """Make a user's request (totals over all nodes) into the planner's (shares of each node).
+    """Make a user's request (totals over all nodes) into the planner's (shares of each node), within the pool's limits.
 
     Raises:
         InvalidRequest: with the field and the fix.
@@ -105,7 +127,7 @@ def resolve_request(
     else:
         gpus_per_node, count = _resolve_gpus(pool, gpus or 0, nodes)
         _check_something_asked(pool, gpus_per_node, vcpus or 0)
-    return PlacementRequest(
+    request = PlacementRequest(
         nodes=count,
         gpus_per_node=gpus_per_node,
         topology=_resolve_topology(topology, gpus_per_node, count, nodes),
@@ -114,6 +136,43 @@ def resolve_request(
         memory_mib_per_node=_share("memory_mib", memory_mib or 0, count),
         start=_resolve_start(start, now),
         duration=_resolve_duration(duration),
+    )
+    check_limits(limits, request, now)
+    return request
+
+
+def check_limits(limits: WindowLimits, request: PlacementRequest, now: datetime) -> None:
+    """Refuse a window that the pool does not allow. Raises InvalidRequest."""
+    most = limits.max_duration
+    if most is not None and (request.duration is None or request.duration > most):
+        problem = "an open-ended one is" if request.duration is None else f"{show_duration(request.duration)} are"
+        raise InvalidRequest(
+            "duration",
+            f"{problem} longer than this pool allows",
+            f"ask for at most {show_duration(most)} ({most.total_seconds():.0f} s)",
+        )
+    ahead = limits.max_horizon
+    if ahead is not None and request.start is not None and request.start > now + ahead:
+        raise InvalidRequest(
+            "start",
+            f"{_text(request.start)} is further ahead than this pool allows, {show_duration(ahead)}",
+            f"start by {_text(now + ahead)}" if ahead else "leave it out to start now",
+        )
+
+
+def check_total(limits: WindowLimits, start: datetime, end: datetime) -> None:
+    """Refuse an end that makes a window, with what has passed of it, longer than the pool allows.
+
+    Raises:
+        InvalidRequest: about `end`.
+    """
+    most = limits.max_duration
+    if most is None or end - start <= most:
+        return
+    raise InvalidRequest(
+        "end",
+        f"{_text(end)} makes it {show_duration(end - start)}, longer than this pool allows, {show_duration(most)}",
+        f"ask for {_text(start + most)} at the latest",
     )
 
 
@@ -214,6 +273,21 @@ def _resolve_duration(duration: timedelta | None) -> timedelta | None:
     if duration > DURATION_MAX:
         raise InvalidRequest("duration", "too long", f"ask for at most {DURATION_MAX.days} days")
     return duration
+
+
+def _seconds(number: int | None) -> timedelta | None:
+    return None if number is None else timedelta(seconds=number)
+
+
+def show_duration(duration: timedelta) -> str:
+    """A time span as it is typed at the command line: `8h`, `1h30m`, `2d`; whole seconds."""
+    left = int(duration.total_seconds())
+    parts: list[str] = []
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts) or "0s"
 
 
 def _share(field: str, total: int, nodes: int) -> int:

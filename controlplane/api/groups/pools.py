@@ -11,6 +11,7 @@ from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outco
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, Name, Ref, Slug, Version
 from controlplane.db import outbox, places
+from controlplane.db.queue import enqueue
 from controlplane.errors import Invalid
 from controlplane.iam.port import Resource
 
@@ -23,6 +24,18 @@ DEFAULT_ACCEPTANCE = {"gpu": ("diag.nvml",), "cpu": ()}
 
 GpuModel = Annotated[
     str, msgspec.Meta(min_length=1, max_length=100, description="As NVML names it: NVIDIA H100 80GB HBM3.")
+]
+# As far as a date can be written; also what a request may ask for without a pool's limit.
+_TEN_YEARS_S = 3650 * 86_400
+MaxDuration = Annotated[
+    int,
+    msgspec.Meta(ge=1, le=_TEN_YEARS_S, description="How long a reservation may be at most, extensions included."),
+]
+MaxHorizon = Annotated[
+    int,
+    msgspec.Meta(
+        ge=0, le=_TEN_YEARS_S, description="How far from now a reservation may begin at most; 0: only at once."
+    ),
 ]
 Acceptance = Annotated[
     list[Annotated[str, msgspec.Meta(min_length=1, max_length=64)]],
@@ -40,6 +53,8 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["gpu", "cpu"]
     gpu_model: str | None
     acceptance: list[str]
+    max_duration_s: Annotated[int | None, msgspec.Meta(description="Null: reservations may be open-ended.")]
+    max_horizon_s: Annotated[int | None, msgspec.Meta(description="How far from now one may begin; null: any time.")]
     nodes: int
     nodes_placeable: Annotated[int, msgspec.Meta(description="Adopted, connected, not cordoned, not draining.")]
     gpus: int
@@ -59,6 +74,8 @@ class CreatePool(Idempotent, frozen=True, kw_only=True):
     kind: Literal["gpu", "cpu"] = "gpu"
     gpu_model: GpuModel | None = None
     acceptance: Acceptance | None = None
+    max_duration_s: MaxDuration | None = None
+    max_horizon_s: MaxHorizon | None = None
 
 
 class PoolRef(Input, frozen=True, kw_only=True):
@@ -70,9 +87,13 @@ class ListPools(ListInput, frozen=True, kw_only=True):
 
 
 class UpdatePool(Idempotent, frozen=True, kw_only=True):
+    """What is left out stays; a limit of null is removed. What is booked already keeps its window."""
+
     pool: Ref
     name: Name | None = None
     acceptance: Acceptance | None = None
+    max_duration_s: MaxDuration | msgspec.UnsetType | None = msgspec.UNSET
+    max_horizon_s: MaxHorizon | msgspec.UnsetType | None = msgspec.UNSET
     version: Version | None = None
 
 
@@ -90,6 +111,8 @@ def _shown(row: places.Pool, use: places.PoolUse) -> Pool:
         kind=row.kind,
         gpu_model=row.gpu_model,
         acceptance=row.acceptance,
+        max_duration_s=row.max_duration_s,
+        max_horizon_s=row.max_horizon_s,
         nodes=use.nodes,
         nodes_placeable=use.nodes_placeable,
         gpus=use.gpus,
@@ -146,6 +169,8 @@ def _create(tx: Tx, call: Call, typed: CreatePool, target: Target[places.Site]) 
             kind=typed.kind,
             gpu_model=typed.gpu_model,
             acceptance=DEFAULT_ACCEPTANCE[typed.kind] if typed.acceptance is None else typed.acceptance,
+            max_duration_s=typed.max_duration_s,
+            max_horizon_s=typed.max_horizon_s,
         )
     outbox.publish(tx, "pool.created", pool_id, {"slug": typed.slug}, tenant_id=None)
     return Outcome(_show(tx, resolve.find_pool(tx, pool_id)), resource_id=pool_id)
@@ -165,7 +190,11 @@ def _update(tx: Tx, call: Call, typed: UpdatePool, target: Target[places.Pool]) 
         version=row.version,
         name=row.name if typed.name is None else typed.name or row.slug,
         acceptance=row.acceptance if typed.acceptance is None else typed.acceptance,
+        max_duration_s=row.max_duration_s if typed.max_duration_s is msgspec.UNSET else typed.max_duration_s,
+        max_horizon_s=row.max_horizon_s if typed.max_horizon_s is msgspec.UNSET else typed.max_horizon_s,
     )
+    # what was too long, or too far ahead, may fit now
+    enqueue(tx, "pool", [str(row.pool_id)])
     guards.check_changed(changed, what=f"pool {row.slug}")
     outbox.publish(tx, "pool.updated", row.public_id, {"slug": row.slug}, tenant_id=None)
     return Outcome(_show(tx, resolve.find_pool(tx, row.public_id)))
@@ -214,7 +243,7 @@ METHODS = (
         action="pool.update",
         input=UpdatePool,
         output=Pool,
-        summary="Rename a pool, or change what its new nodes must pass.",
+        summary="Rename a pool, or change its limits or what its new nodes must pass.",
         load=_load,
         perform=_update,
     ),

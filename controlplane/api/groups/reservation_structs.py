@@ -29,8 +29,8 @@ RFC_3339 = {"format": "date-time"}
 Gpus = Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="GPUs over all nodes.")]
 
 
-class Asked(Idempotent, frozen=True, kw_only=True):
-    """What is asked for. Amounts are totals over all nodes."""
+class What(Idempotent, frozen=True, kw_only=True):
+    """What is asked for, without when. Amounts are totals over all nodes."""
 
     pool: Annotated[str, msgspec.Meta(max_length=64, description="Id or slug of the pool.")] | None = None
     offering: (
@@ -50,6 +50,11 @@ class Asked(Idempotent, frozen=True, kw_only=True):
     whole_node: Annotated[bool, msgspec.Meta(description="Nodes that nobody else uses.")] = False
     vcpus: Annotated[int, msgspec.Meta(le=AMOUNT_MAX)] | None = None
     memory_mib: Annotated[int, msgspec.Meta(le=MEMORY_MIB_MAX)] | None = None
+
+
+class Asked(What, frozen=True, kw_only=True):
+    """What is asked for, in one window."""
+
     start: (
         Annotated[
             datetime, msgspec.Meta(description="When; left out is as soon as possible.", extra_json_schema=RFC_3339)

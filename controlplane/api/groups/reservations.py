@@ -7,14 +7,13 @@ IMPOSSIBLE and INVALID are four different answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.api import cursors, guards, resolve
 from controlplane.api.calls import Drafted, Mutation, Outcome, Page, Read, Target
+from controlplane.api.groups.reservation_requests import resolve_asked
 from controlplane.api.groups.reservation_structs import (
-    Asked,
     CreateInput,
     EvictInput,
     GetInput,
@@ -34,30 +33,19 @@ from controlplane.capacity.place import placement_request as stored_request
 from controlplane.db import reservations
 from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names, load_node_views
-from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
+from controlplane.errors import Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
 from controlplane.model.planner import NoPlan, plan_placement
 from controlplane.model.quotas import QuotaShort
 from controlplane.model.refusals import why_impossible
-from controlplane.model.requests import InvalidRequest, PoolShape, resolve_request
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from controlplane.api.calls import Call
-    from controlplane.db.asked import Asked as Found
     from controlplane.db.reservations import Reservation
-    from controlplane.db.tenancy import Offering
     from controlplane.db.tx import Tx
     from controlplane.errors import ApiError
-    from controlplane.model.requests import PlacementRequest
-
-
-@dataclass(frozen=True, slots=True)
-class _Resolved:
-    found: Found
-    offering: Offering | None
-    request: PlacementRequest
 
 
 def _tools(call: Call) -> LedgerTools:
@@ -85,48 +73,12 @@ def _resource(row: Reservation) -> Resource:
 # --- create ------------------------------------------------------------------------------------
 
 
-def _resolve(tx: Tx, call: Call, asked: Asked) -> _Resolved:
-    """What the input means. Raises Invalid, NotFound."""
-    if asked.offering is None:
-        if asked.pool is None:
-            raise Invalid("pool: is missing; name a pool, or an offering", field="pool")
-        offering, pool = None, asked.pool
-        gpus, vcpus, memory_mib = asked.gpus, asked.vcpus, asked.memory_mib
-    else:
-        offering = resolve.find_offering(tx, call, asked.offering, tenant_id=None)
-        for field in ("pool", "gpus", "vcpus", "memory_mib"):
-            if getattr(asked, field) is not None:
-                raise Invalid(f"{field}: the offering {offering.slug} says that; leave it out", field=field)
-        pool = offering.pool_slug
-        gpus, vcpus, memory_mib = offering.gpus or None, offering.vcpus or None, offering.memory_mib or None
-    if asked.duration_s is not None and asked.duration_s <= 0:
-        raise Invalid(f"duration_s: {asked.duration_s} is not a time; ask for at least 1 second", field="duration_s")
-    found = resolve.find_asked(tx, call, pool, gpus=gpus)
-    try:
-        request = resolve_request(
-            PoolShape(found.gpu_model, found.gpus_per_node),
-            found.now,
-            gpus=gpus,
-            nodes=asked.nodes,
-            topology=asked.topology,
-            whole_node=asked.whole_node,
-            vcpus=vcpus,
-            memory_mib=memory_mib,
-            start=asked.start,
-            duration=None if asked.duration_s is None else timedelta(seconds=asked.duration_s),
-        )
-    except InvalidRequest as exc:
-        field = "duration_s" if exc.field == "duration" else exc.field
-        raise Invalid(f"{field}: {exc.problem}; {exc.fix}", field=field) from exc
-    return _Resolved(found, offering, request)
-
-
 def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Reservation]:
     if given.queue_for_s is not None and given.queue_for_s <= 0:
         raise Invalid(
             "queue_for_s: is not a time; ask for at least 1 second, or set queue to false", field="queue_for_s"
         )
-    resolved = _resolve(tx, call, given)
+    resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
     found = resolved.found
     tenant_id = call.principal.tenant_id
     if given.tenant is not None or not found.has_tenant:
@@ -238,7 +190,7 @@ def _list(tx: Tx, call: Call, given: ReservationListInput) -> Page[ReservationVi
 
 
 def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
-    resolved = _resolve(tx, call, given)
+    resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
     now = resolved.found.now
     nodes = load_node_views(tx, resolved.found.pool_id)
     impossible = why_impossible(resolved.request, nodes)
@@ -293,27 +245,15 @@ def _lock(tx: Tx, target: Target[Reservation]) -> Reservation:
 
 
 def _extend(tx: Tx, call: Call, given: MoveEndInput, target: Target[Reservation]) -> Outcome[ReservationView]:
-    row, end = _lock(tx, target), _aware(given)
-    if row.window_end is None:
-        raise Conflict("end: the reservation is open-ended; shrink it to give it an end", field="end")
-    if end <= row.window_end:
-        raise Invalid(
-            f"end: {end.isoformat()} is not later than the end there is, {row.window_end.isoformat()}", field="end"
-        )
-    return _move_end(tx, call, row, target, end)
+    row, end = _lock_as_read(tx, target), _aware(given)
+    windows.extend(tx, _tools(call), row, end, row.read_at)
+    return Outcome(data=view_one(tx, row.reservation_id))
 
 
 def _shrink(tx: Tx, call: Call, given: MoveEndInput, target: Target[Reservation]) -> Outcome[ReservationView]:
-    row, end = _lock(tx, target), _aware(given)
-    if row.window_end is not None and end >= row.window_end:
-        raise Invalid(
-            f"end: {end.isoformat()} is not earlier than the end there is, {row.window_end.isoformat()}", field="end"
-        )
-    if end <= row.read_at:
-        raise Invalid("end: is in the past; to end it now, release it", field="end")
-    if row.window_start is not None and end <= row.window_start:
-        raise Invalid("end: is not later than the start; to end it before it starts, release it", field="end")
-    return _move_end(tx, call, row, target, end)
+    row, end = _lock_as_read(tx, target), _aware(given)
+    windows.shrink(tx, _tools(call), row, end, row.read_at)
+    return Outcome(data=view_one(tx, row.reservation_id))
 
 
 def _aware(given: MoveEndInput) -> datetime:
@@ -322,14 +262,11 @@ def _aware(given: MoveEndInput) -> datetime:
     return given.end.astimezone(UTC)
 
 
-def _move_end(
-    tx: Tx, call: Call, row: Reservation, target: Target[Reservation], end: datetime
-) -> Outcome[ReservationView]:
+def _lock_as_read(tx: Tx, target: Target[Reservation]) -> Reservation:
+    """The reservation that was decided on, unchanged since. Raises Conflict."""
+    row = _lock(tx, target)
     guards.check_changed(target.row.version == row.version, what=f"reservation {row.public_id}")
-    refused = windows.move_end(tx, _tools(call), row, end, row.read_at)
-    if refused is not None:
-        raise refused
-    return Outcome(data=view_one(tx, row.reservation_id))
+    return row
 
 
 METHODS = (

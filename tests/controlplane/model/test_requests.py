@@ -7,14 +7,20 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from controlplane.cli.amounts import parse_duration
 from controlplane.model.requests import (
     DURATION_MAX,
     NODES_MAX,
     START_AHEAD_MAX,
     InvalidRequest,
     PoolShape,
+    WindowLimits,
+    check_total,
     resolve_request,
+    show_duration,
 )
 from tests.support.fleets import NOW, at
 
@@ -127,3 +133,64 @@ def test_a_start_that_was_now_when_it_was_written_is_now() -> None:
 def test_a_gpu_pool_without_inventory_has_no_node_size_to_refuse_by() -> None:
     request = resolve_request(PoolShape("H100", 0), NOW, gpus=9)
     assert (request.nodes, request.gpus_per_node) == (1, 9)
+
+
+DAY = timedelta(days=1)
+LIMITS = WindowLimits(max_duration=8 * timedelta(hours=1), max_horizon=7 * DAY)
+SECOND = timedelta(seconds=1)
+
+
+def test_a_window_at_the_pools_limits_is_within_them() -> None:
+    request = resolve(gpus=1, start=NOW + 7 * DAY, duration=timedelta(hours=8), limits=LIMITS)
+    assert (request.start, request.duration) == (NOW + 7 * DAY, timedelta(hours=8))
+    assert resolve(gpus=1, duration=SECOND, limits=WindowLimits(max_duration=SECOND)).duration == SECOND
+    assert resolve(gpus=1, start=NOW, limits=WindowLimits(max_horizon=timedelta())).start is None
+    assert resolve(gpus=1, duration=None, limits=WindowLimits(max_horizon=DAY)).duration is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "said"),
+    [
+        (
+            LIMITS,
+            {"duration": timedelta(hours=8, seconds=1)},
+            "duration: 8h1s are longer than this pool allows; ask for at most 8h (28800 s)",
+        ),
+        (
+            LIMITS,
+            {"duration": None},
+            "duration: an open-ended one is longer than this pool allows; ask for at most 8h (28800 s)",
+        ),
+        (
+            LIMITS,
+            {"duration": DAY / 24, "start": NOW + 7 * DAY + SECOND},
+            "start: 2030-01-08T00:00:01Z is further ahead than this pool allows, 7d; start by 2030-01-08T00:00:00Z",
+        ),
+        (
+            WindowLimits(max_horizon=timedelta()),
+            {"start": NOW + SECOND},
+            "start: 2030-01-01T00:00:01Z is further ahead than this pool allows, 0s; leave it out to start now",
+        ),
+    ],
+)
+def test_one_second_past_a_pools_limit_is_refused(limits: WindowLimits, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(gpus=1, limits=limits, **asked)
+    assert str(caught.value) == said
+
+
+def test_the_whole_window_counts_when_its_end_moves() -> None:
+    check_total(LIMITS, NOW, NOW + timedelta(hours=8))
+    check_total(WindowLimits(), NOW, NOW + 1000 * DAY)
+    with pytest.raises(InvalidRequest) as caught:
+        check_total(LIMITS, NOW, NOW + timedelta(hours=8, seconds=1))
+    assert str(caught.value) == (
+        "end: 2030-01-01T08:00:01Z makes it 8h1s, longer than this pool allows, 8h; "
+        "ask for 2030-01-01T08:00:00Z at the latest"
+    )
+
+
+@given(st.integers(0, 10**9))
+def test_a_shown_duration_can_be_typed_again(seconds: int) -> None:
+    shown = show_duration(timedelta(seconds=seconds))
+    assert seconds == 0 or parse_duration(shown) == seconds

@@ -1,0 +1,72 @@
+"""What an input that asks for devices means: the pool, the offering, and the request for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from controlplane.api import resolve
+from controlplane.errors import Invalid
+from controlplane.model.requests import InvalidRequest, PoolShape, resolve_request
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from controlplane.api.calls import Call
+    from controlplane.api.groups.reservation_structs import What
+    from controlplane.db.asked import Asked
+    from controlplane.db.tenancy import Offering
+    from controlplane.db.tx import Tx
+    from controlplane.model.requests import PlacementRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The rows and the request that were meant."""
+
+    found: Asked
+    offering: Offering | None
+    request: PlacementRequest
+
+
+def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, duration_s: int | None) -> Resolved:
+    """What the input means in this window. Raises Invalid, NotFound."""
+    if asked.offering is None:
+        if asked.pool is None:
+            raise Invalid("pool: is missing; name a pool, or an offering", field="pool")
+        offering, pool = None, asked.pool
+        gpus, vcpus, memory_mib = asked.gpus, asked.vcpus, asked.memory_mib
+    else:
+        offering = resolve.find_offering(tx, call, asked.offering, tenant_id=None)
+        for field in ("pool", "gpus", "vcpus", "memory_mib"):
+            if getattr(asked, field) is not None:
+                raise Invalid(f"{field}: the offering {offering.slug} says that; leave it out", field=field)
+        pool = offering.pool_slug
+        gpus, vcpus, memory_mib = offering.gpus or None, offering.vcpus or None, offering.memory_mib or None
+    if duration_s is not None and duration_s <= 0:
+        raise Invalid(f"duration_s: {duration_s} is not a time; ask for at least 1 second", field="duration_s")
+    found = resolve.find_asked(tx, call, pool, gpus=gpus)
+    try:
+        request = resolve_request(
+            PoolShape(found.gpu_model, found.gpus_per_node),
+            found.now,
+            gpus=gpus,
+            nodes=asked.nodes,
+            topology=asked.topology,
+            whole_node=asked.whole_node,
+            vcpus=vcpus,
+            memory_mib=memory_mib,
+            start=start,
+            duration=None if duration_s is None else timedelta(seconds=duration_s),
+            limits=found.limits,
+        )
+    except InvalidRequest as exc:
+        raise as_invalid(exc) from exc
+    return Resolved(found, offering, request)
+
+
+def as_invalid(exc: InvalidRequest) -> Invalid:
+    """The model's refusal as the API words it: its `duration` is the input's `duration_s`."""
+    field = "duration_s" if exc.field == "duration" else exc.field
+    return Invalid(f"{field}: {exc.problem}; {exc.fix}", field=field)
