@@ -1104,6 +1104,47 @@ CREATE TABLE public.schema_migration (
     applied_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
 );
 
+-- table series
+
+CREATE TABLE public.series (
+    series_id bigint NOT NULL,
+    public_id text NOT NULL,
+    tenant_id integer NOT NULL,
+    project_id integer,
+    pool_id integer NOT NULL,
+    name text DEFAULT ''::text NOT NULL,
+    time_zone text NOT NULL,
+    rule jsonb NOT NULL,
+    created_by text NOT NULL,
+    created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
+    cancelled_at timestamp with time zone
+);
+
+-- table series_occurrence
+
+CREATE TABLE public.series_occurrence (
+    series_id bigint NOT NULL,
+    number smallint NOT NULL,
+    day date NOT NULL,
+    during tstzrange NOT NULL,
+    reservation_id bigint,
+    refusal text DEFAULT ''::text NOT NULL,
+    CONSTRAINT series_occurrence_check CHECK (((reservation_id IS NULL) = (refusal <> ''::text))),
+    CONSTRAINT series_occurrence_during_check CHECK (((NOT isempty(during)) AND (NOT lower_inf(during)) AND (NOT upper_inf(during)))),
+    CONSTRAINT series_occurrence_number_check CHECK ((number > 0))
+);
+
+-- sequence series_series_id_seq
+
+ALTER TABLE public.series ALTER COLUMN series_id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME public.series_series_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
+);
+
 -- table sink
 
 CREATE TABLE public.sink (
@@ -1513,6 +1554,31 @@ ALTER TABLE ONLY public.reservation
 ALTER TABLE ONLY public.schema_migration
     ADD CONSTRAINT schema_migration_pkey PRIMARY KEY (number);
 
+-- constraint series_occurrence series_no_overlap
+
+ALTER TABLE ONLY public.series_occurrence
+    ADD CONSTRAINT series_no_overlap EXCLUDE USING gist (series_id WITH =, during WITH &&);
+
+-- constraint series_occurrence series_occurrence_pkey
+
+ALTER TABLE ONLY public.series_occurrence
+    ADD CONSTRAINT series_occurrence_pkey PRIMARY KEY (series_id, number);
+
+-- constraint series_occurrence series_occurrence_reservation_id_key
+
+ALTER TABLE ONLY public.series_occurrence
+    ADD CONSTRAINT series_occurrence_reservation_id_key UNIQUE (reservation_id);
+
+-- constraint series series_pkey
+
+ALTER TABLE ONLY public.series
+    ADD CONSTRAINT series_pkey PRIMARY KEY (series_id);
+
+-- constraint series series_public_id_key
+
+ALTER TABLE ONLY public.series
+    ADD CONSTRAINT series_public_id_key UNIQUE (public_id);
+
 -- constraint sink sink_pkey
 
 ALTER TABLE ONLY public.sink
@@ -1663,6 +1729,10 @@ CREATE INDEX reservation_pool ON public.reservation USING btree (pool_id, reserv
 -- index reservation_tenant
 
 CREATE INDEX reservation_tenant ON public.reservation USING btree (tenant_id, reservation_id);
+
+-- index series_tenant
+
+CREATE INDEX series_tenant ON public.series USING btree (tenant_id, series_id);
 
 -- index usage_window_reservation
 
@@ -1900,6 +1970,16 @@ ALTER TABLE ONLY public.reservation
 
 ALTER TABLE ONLY public.reservation
     ADD CONSTRAINT reservation_pool_id_fkey FOREIGN KEY (pool_id) REFERENCES public.pool(pool_id);
+
+-- fk constraint series_occurrence series_occurrence_series_id_fkey
+
+ALTER TABLE ONLY public.series_occurrence
+    ADD CONSTRAINT series_occurrence_series_id_fkey FOREIGN KEY (series_id) REFERENCES public.series(series_id);
+
+-- fk constraint series series_pool_id_fkey
+
+ALTER TABLE ONLY public.series
+    ADD CONSTRAINT series_pool_id_fkey FOREIGN KEY (pool_id) REFERENCES public.pool(pool_id);
 
 -- row security lease
 
@@ -2154,6 +2234,16 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.reservation TO bc_worker;
 GRANT SELECT ON TABLE public.schema_migration TO PUBLIC;
 GRANT SELECT ON TABLE public.schema_migration TO bc_api;
 GRANT SELECT ON TABLE public.schema_migration TO bc_worker;
+
+-- acl TABLE series
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.series TO bc_api;
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.series TO bc_worker;
+
+-- acl TABLE series_occurrence
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.series_occurrence TO bc_api;
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.series_occurrence TO bc_worker;
 
 -- acl TABLE sink
 

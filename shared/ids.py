@@ -43,6 +43,8 @@ Prefix = Literal[
     "req",
     "gw",
     "wrk",
+    "ser",
+    "mnt",
 ]
 PREFIXES: frozenset[str] = frozenset(get_args(Prefix))
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"

@@ -25,6 +25,7 @@ from controlplane.api.groups import (
     projects,
     quotas,
     reservations,
+    series,
     sites,
     tenants,
 )
@@ -48,6 +49,7 @@ _GROUPS: tuple[tuple[AnyMethod, ...], ...] = (
     events.METHODS,
     audit.METHODS,
     reservations.METHODS,
+    series.METHODS,
     nodes.METHODS,
     devices.METHODS,
     join_tokens.METHODS,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from controlplane.db.reservations import Reservation
+    from controlplane.db.reservations import NewReservation, Reservation
     from controlplane.db.tx import Tx
     from controlplane.model.quotas import Limit, QuotaShort
 
@@ -37,7 +37,7 @@ class QuotaBook:
     def __init__(self, limits: Sequence[Limit]) -> None:
         self._tally = Tally(tuple(limits))
 
-    def take(self, reservation: Reservation, window: Window) -> QuotaShort | None:
+    def take(self, reservation: Reservation | NewReservation, window: Window) -> QuotaShort | None:
         """Take what a reservation needs over a window from every quota, or nothing, and say what is short."""
         del window  # GPUs at once count from the booking on, whenever the window is
         return self._tally.take(_ask(reservation))
@@ -54,7 +54,7 @@ class QuotaBook:
         self._tally.written()
 
 
-def open_quotas(tx: Tx, reservations: Sequence[Reservation]) -> QuotaBook:
+def open_quotas(tx: Tx, reservations: Sequence[Reservation | NewReservation]) -> QuotaBook:
     """Find and lock every quota that the reservations count against: one statement."""
     return QuotaBook(
         quotas.lock_limits(
@@ -80,7 +80,7 @@ def give_back_quota(tx: Tx, reservation: Reservation) -> None:
     book.write(tx)
 
 
-def _ask(reservation: Reservation) -> Ask:
+def _ask(reservation: Reservation | NewReservation) -> Ask:
     return Ask(
         reservation.tenant_id,
         reservation.project_id,

@@ -29,7 +29,7 @@ EXIT_USAGE = 2
 TRACEBACK_VARIABLE = "BCCTL_TRACEBACK"
 
 _SECTIONS = {
-    "Use": ("reserve", "status", "reservations", "allocations", "events", "pools", "offerings"),
+    "Use": ("reserve", "status", "reservations", "series", "allocations", "events", "pools", "offerings"),
     "Run the fleet": ("sites", "nodes", "devices", "join-tokens", "commands"),
     "Tenants and access": ("tenants", "projects", "quotas", "keys", "audit"),
     "Servers and settings": ("dev", "serve", "db", "doctor", "profiles"),
@@ -49,6 +49,12 @@ _FLAGS = {
     "vcpus_max": "--vcpus",
     "max_duration_s": "--max-duration",
     "max_horizon_s": "--max-horizon",
+    "time_zone": "--zone",
+    "from_time": "--from",
+    "to_time": "--to",
+    "to_days": "--to",
+    "first_date": "--first",
+    "days": "--on",
 }
 
 

@@ -94,6 +94,11 @@ class NewReservation:
     queue_deadline: datetime | None
     created_by: str
 
+    @property
+    def gpus(self) -> int:
+        """GPUs over all nodes."""
+        return self.gpus_per_node * self.nodes
+
 
 def insert_draft(tx: Tx, new: NewReservation) -> Reservation:
     """Store a draft, which holds nothing."""

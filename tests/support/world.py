@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from tests.support.postgres import Dsn
 
 
+WEEKEND: dict[str, Any] = {
+    "pool": "h100",
+    "gpus": 1,
+    "time_zone": "Europe/Berlin",
+    "every": "week",
+    "days": ["sat"],
+    "from_time": "10:00",
+    "to_time": "12:00",
+    "count": 2,
+}
+
+
 @dataclass
 class World:
     """Ids of what there is. `acme` and `rival` are keys of the two tenants' administrators."""
@@ -37,6 +49,7 @@ class World:
     offering: str
     key: str
     reservation: str
+    series: str
 
     def in_minutes(self, minutes: int) -> str:
         """Write a time; acme's reservation ends in 60 minutes."""
@@ -45,7 +58,15 @@ class World:
     @property
     def of_acme(self) -> list[str]:
         """What nobody of another tenant may see in any answer."""
-        return [self.project, self.quota, self.offering, self.key, self.reservation, self.allocation]
+        return [
+            self.project,
+            self.quota,
+            self.offering,
+            self.key,
+            self.reservation,
+            self.allocation,
+            self.series,
+        ]
 
 
 async def make_world(api: Api, dsn: Dsn) -> World:
@@ -67,6 +88,7 @@ async def make_world(api: Api, dsn: Dsn) -> World:
     offering = await api.ok("offerings/create", tenant="acme", pool="h100", slug="half", gpus=4)
     key = await api.ok("apiKeys/create", tenant="acme", name="ci", kind="service")
     reservation = await api.ok("reservations/create", tenant="acme", pool="h100", gpus=1, duration_s=3600, key=acme)
+    series = await api.ok("series/create", tenant="acme", key=acme, **WEEKEND)
     allocation = (await api.ok("allocations/list", reservation=reservation["id"]))["items"][0]
     with psycopg.connect(dsn.owner, autocommit=True) as conn:
         idle_node = insert_node(conn, row[0], 1, 8)
@@ -89,6 +111,7 @@ async def make_world(api: Api, dsn: Dsn) -> World:
         offering=offering["id"],
         key=key["id"],
         reservation=reservation["id"],
+        series=series["id"],
     )
 
 
@@ -147,6 +170,11 @@ def _examples_of_tenants(w: World) -> dict[str, dict[str, Any]]:
         "reservations/extend": {"id": w.reservation, "end": w.in_minutes(120)},
         "reservations/shrink": {"id": w.reservation, "end": w.in_minutes(30)},
         "reservations/evict": {"id": w.reservation, "reason": "maintenance"},
+        "series/create": {"tenant": "acme", **WEEKEND, "days": ["sun"]},
+        "series/preview": {**WEEKEND, "days": ["sun"]},
+        "series/get": {"id": w.series},
+        "series/list": {},
+        "series/cancel": {"id": w.series},
     }
 
 

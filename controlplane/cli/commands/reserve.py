@@ -82,20 +82,20 @@ def asked_for(
     **fields: object,
 ) -> dict[str, object]:
     """Return the API's input for what the options say. Raises UsageError."""
-    if fields.get("pool") is None and fields.get("offering") is None:
-        raise click.UsageError("say from where: --pool POOL, or --offering OFFERING")
+    what = what_asked(whole_node=whole_node, memory=memory, **fields)
     if (duration is None) != open_ended:
         raise click.UsageError("say how long, as in --for 8h; or --open-ended to hold it until you release it")
+    return what | given(duration_s=duration, start=None if start is None else start.isoformat())
+
+
+def what_asked(*, whole_node: bool, memory: int | None, **fields: object) -> dict[str, object]:
+    """Return the API's input for what `WHAT` says. Raises UsageError."""
+    if fields.get("pool") is None and fields.get("offering") is None:
+        raise click.UsageError("say from where: --pool POOL, or --offering OFFERING")
     amounts = [fields.get(name) for name in ("gpus", "vcpus", "offering")]
     if not any(amounts) and memory is None and not whole_node:
         raise click.UsageError("say how much: --gpus N, --vcpus N, --memory SIZE or --whole-node")
-    return given(
-        **fields,
-        duration_s=duration,
-        start=None if start is None else start.isoformat(),
-        whole_node=whole_node or None,
-        memory_mib=memory,
-    )
+    return given(**fields, whole_node=whole_node or None, memory_mib=memory)
 
 
 @click.command("reserve", cls=ApiCommand)

@@ -114,7 +114,7 @@ async def test_time_that_has_passed_counts_too(dsn: Dsn) -> None:
     ],
 )
 async def test_a_limit_that_comes_while_it_waits_keeps_it_waiting(
-    dsn: Dsn, limit: dict[str, int], request_: dict[str, Any], said: str
+    dsn: Dsn, limit: dict[str, Any], request_: dict[str, Any], said: str
 ) -> None:
     async with open_limited(dsn) as api:
         await api.ok("nodes/cordon", node="node-0")
