@@ -29,6 +29,7 @@ from controlplane.api.app import create_app
 from controlplane.api.calls import ApiContext, JoinAdvice
 from controlplane.api.health import Health
 from controlplane.api.sse import open_event_hub
+from controlplane.capacity.indexes import PoolIndexes
 from controlplane.capacity.place import LedgerTools
 from controlplane.config import WORKER_ROLES, ConfigError
 from controlplane.db.migrate import current_version, required_version
@@ -110,6 +111,7 @@ class _Common:
     metrics: Metrics
     rng: Random
     doorbell: Doorbell
+    indexes: PoolIndexes
 
 
 class _Wakes:
@@ -155,6 +157,7 @@ async def open_app(config: Config, sockets: Sockets) -> AsyncGenerator[App]:
         metrics=metrics,
         rng=Random(),  # noqa: S311 - jitter
         doorbell=Doorbell(role_dsn(dsn, main_user)),
+        indexes=PoolIndexes(),
     )
     wakes = _Wakes()
     async with AsyncExitStack() as stack:
@@ -249,7 +252,8 @@ async def _open_api(common: _Common, wakes: _Wakes) -> AsyncGenerator[ApiPart]:
             clock=common.clock,
             ids=common.ids,
             metrics=common.metrics,
-            signer=keys.intent.signer,
+            tools=LedgerTools(keys.intent.signer, common.ids, common.indexes),
+            placer=config.capacity.placer,
             join=JoinAdvice(url=config.gateway.endpoints[0], pin=keys.pin),
         )
         version = importlib.metadata.version("bettercompute")
@@ -306,7 +310,9 @@ async def _open_workers(common: _Common, wakes: _Wakes) -> AsyncGenerator[Driver
     async with _open_pool(common, "bc_worker") as database, service_nursery() as nursery:
         parts = WorkerParts(
             database=database,
-            tools=LedgerTools(signer=keyring.signer, ids=common.ids),
+            tools=LedgerTools(keyring.signer, common.ids, common.indexes),
+            worker_id=worker_id,
+            max_batch=config.capacity.max_batch,
         )
         if "sinks" in roles:
             nursery.start_soon(partial(run_sinks, database, holder=worker_id, rng=common.rng))

@@ -8,13 +8,14 @@ private keys live in `keys_dir`.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import msgspec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+PlacerKind = Literal["inline", "pool-lease"]
 Role = Literal["api", "gateway", "controllers", "scheduler", "sinks", "iam"]
 ROLES: tuple[Role, ...] = get_args(Role)
 WORKER_ROLES: frozenset[Role] = frozenset({"controllers", "scheduler", "sinks", "iam"})
@@ -67,6 +68,18 @@ class GatewaySection(_Section, frozen=True):
     id: str = ""
 
 
+class CapacitySection(_Section, frozen=True):
+    """Who places reservations, and how many at most in one transaction.
+
+    `inline` places in the request's own transaction; `pool-lease` queues every request and has a
+    worker of the role `scheduler`, one at a time for each pool, place them in batches. Gangs and
+    repairs are placed inline either way.
+    """
+
+    placer: PlacerKind = "inline"
+    max_batch: Annotated[int, msgspec.Meta(ge=1, le=500)] = 100
+
+
 class LogSection(_Section, frozen=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
@@ -81,6 +94,7 @@ class Config(_Section, frozen=True):
     trust_domain: str = "bettercompute.local"
     api: ApiSection = ApiSection()
     gateway: GatewaySection = GatewaySection()
+    capacity: CapacitySection = CapacitySection()
     log: LogSection = LogSection()
 
 

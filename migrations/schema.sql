@@ -192,6 +192,47 @@ begin
   return new;
 end $$;
 
+-- function placement_note_bookings()
+
+CREATE FUNCTION public.placement_note_bookings() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  insert into placement_change (pool_id, node_id) select distinct pool_id, node_id from changed;
+  return null;
+end $$;
+
+-- function placement_note_holds()
+
+CREATE FUNCTION public.placement_note_holds() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  insert into placement_change (pool_id, node_id)
+  select distinct n.pool_id, n.node_id from changed c join node n using (node_id);
+  return null;
+end $$;
+
+-- function placement_note_left()
+
+CREATE FUNCTION public.placement_note_left() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  insert into placement_change (pool_id, node_id) values (old.pool_id, old.node_id);
+  return null;
+end $$;
+
+-- function placement_note_node()
+
+CREATE FUNCTION public.placement_note_node() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  insert into placement_change (pool_id, node_id) select pool_id, node_id from node where node_id = new.node_id;
+  return null;
+end $$;
+
 -- function quota_refuse_growth()
 
 CREATE FUNCTION public.quota_refuse_growth() RETURNS trigger
@@ -939,6 +980,16 @@ ALTER TABLE public.outbox ALTER COLUMN seq ADD GENERATED ALWAYS AS IDENTITY (
     NO MAXVALUE
     CACHE 1
 );
+
+-- table placement_change
+
+CREATE TABLE public.placement_change (
+    pool_id integer NOT NULL,
+    xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
+    node_id integer NOT NULL,
+    at timestamp with time zone DEFAULT public.compute_now() NOT NULL
+)
+WITH (autovacuum_vacuum_insert_scale_factor='1');
 
 -- table pool
 
@@ -1718,6 +1769,14 @@ CREATE INDEX node_session_gateway ON public.node_session USING btree (gateway_id
 
 CREATE INDEX outbox_at ON public.outbox USING btree (at);
 
+-- index placement_change_at
+
+CREATE INDEX placement_change_at ON public.placement_change USING brin (at);
+
+-- index placement_change_reader
+
+CREATE INDEX placement_change_reader ON public.placement_change USING btree (pool_id, xid);
+
 -- index pool_site
 
 CREATE INDEX pool_site ON public.pool USING btree (site_id);
@@ -1725,6 +1784,10 @@ CREATE INDEX pool_site ON public.pool USING btree (site_id);
 -- index reservation_pool
 
 CREATE INDEX reservation_pool ON public.reservation USING btree (pool_id, reservation_id) WHERE (ended_at IS NULL);
+
+-- index reservation_queued
+
+CREATE INDEX reservation_queued ON public.reservation USING btree (pool_id, reservation_id) WHERE (state = 'queued'::text);
 
 -- index reservation_tenant
 
@@ -1766,6 +1829,26 @@ ALTER INDEX public.inventory_snapshot_node ATTACH PARTITION public.inventory_sna
 
 ALTER INDEX public.usage_window_reservation ATTACH PARTITION public.usage_window_default_reservation_id_idx;
 
+-- trigger allocation allocation_note_new
+
+CREATE TRIGGER allocation_note_new AFTER INSERT ON public.allocation REFERENCING NEW TABLE AS changed FOR EACH STATEMENT EXECUTE FUNCTION public.placement_note_holds();
+
+-- trigger allocation allocation_note_released
+
+CREATE TRIGGER allocation_note_released AFTER UPDATE ON public.allocation FOR EACH ROW WHEN ((old.released_at IS DISTINCT FROM new.released_at)) EXECUTE FUNCTION public.placement_note_node();
+
+-- trigger booking booking_note_gone
+
+CREATE TRIGGER booking_note_gone AFTER DELETE ON public.booking REFERENCING OLD TABLE AS changed FOR EACH STATEMENT EXECUTE FUNCTION public.placement_note_bookings();
+
+-- trigger booking booking_note_moved
+
+CREATE TRIGGER booking_note_moved AFTER UPDATE ON public.booking FOR EACH ROW WHEN (((old.during <> new.during) OR (old.spans <> new.spans) OR (old.live <> new.live) OR (old.vcpus <> new.vcpus) OR (old.memory_mib <> new.memory_mib))) EXECUTE FUNCTION public.placement_note_node();
+
+-- trigger booking booking_note_new
+
+CREATE TRIGGER booking_note_new AFTER INSERT ON public.booking REFERENCING NEW TABLE AS changed FOR EACH STATEMENT EXECUTE FUNCTION public.placement_note_bookings();
+
 -- trigger booking booking_scalar_guard_insert
 
 CREATE TRIGGER booking_scalar_guard_insert AFTER INSERT ON public.booking FOR EACH ROW WHEN ((new.live AND ((new.vcpus > 0) OR (new.memory_mib > 0)))) EXECUTE FUNCTION public.booking_scalar_guard();
@@ -1789,6 +1872,26 @@ CREATE TRIGGER device_placement_gen_update AFTER UPDATE ON public.device FOR EAC
 -- trigger device device_recount
 
 CREATE TRIGGER device_recount AFTER UPDATE ON public.device FOR EACH ROW WHEN (((old.retired_at IS DISTINCT FROM new.retired_at) OR (old.node_id <> new.node_id))) EXECUTE FUNCTION public.device_count();
+
+-- trigger node_capacity node_capacity_note_new
+
+CREATE TRIGGER node_capacity_note_new AFTER INSERT ON public.node_capacity FOR EACH ROW EXECUTE FUNCTION public.placement_note_node();
+
+-- trigger node_capacity node_capacity_note_total
+
+CREATE TRIGGER node_capacity_note_total AFTER UPDATE ON public.node_capacity FOR EACH ROW WHEN (((old.vcpu_total <> new.vcpu_total) OR (old.memory_mib_total <> new.memory_mib_total))) EXECUTE FUNCTION public.placement_note_node();
+
+-- trigger node node_note_left
+
+CREATE TRIGGER node_note_left AFTER UPDATE ON public.node FOR EACH ROW WHEN ((old.pool_id <> new.pool_id)) EXECUTE FUNCTION public.placement_note_left();
+
+-- trigger node node_note_moved
+
+CREATE TRIGGER node_note_moved AFTER UPDATE ON public.node FOR EACH ROW WHEN ((old.placement_gen <> new.placement_gen)) EXECUTE FUNCTION public.placement_note_node();
+
+-- trigger node node_note_new
+
+CREATE TRIGGER node_note_new AFTER INSERT ON public.node FOR EACH ROW EXECUTE FUNCTION public.placement_note_node();
 
 -- trigger node node_placement_gen
 
@@ -1830,11 +1933,6 @@ ALTER TABLE ONLY iam.role_binding
 
 ALTER TABLE ONLY iam.tenant
     ADD CONSTRAINT tenant_parent_id_fkey FOREIGN KEY (parent_id) REFERENCES iam.tenant(tenant_id);
-
--- fk constraint allocation allocation_node_id_fkey
-
-ALTER TABLE ONLY public.allocation
-    ADD CONSTRAINT allocation_node_id_fkey FOREIGN KEY (node_id) REFERENCES public.node(node_id);
 
 -- fk constraint certificate certificate_node_id_fkey
 
@@ -2208,6 +2306,11 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.offering TO bc_worker;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.outbox TO bc_api;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.outbox TO bc_worker;
+
+-- acl TABLE placement_change
+
+GRANT SELECT,INSERT,DELETE ON TABLE public.placement_change TO bc_api;
+GRANT SELECT,INSERT,DELETE ON TABLE public.placement_change TO bc_worker;
 
 -- acl TABLE pool
 

@@ -33,6 +33,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from controlplane.capacity.place import LedgerTools
+    from controlplane.config import PlacerKind
     from controlplane.db.pool import Database
     from controlplane.db.tx import Tx
     from controlplane.errors import ApiError
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from shared.clocks import Clock
     from shared.ids import IdSource, Prefix
     from shared.metrics import Metrics
-    from shared.signing import IntentSigner
 
 LIMIT_DEFAULT = 100
 LIMIT_MAX = 500
@@ -100,7 +101,8 @@ class ApiContext:
     clock: Clock
     ids: IdSource
     metrics: Metrics
-    signer: IntentSigner
+    tools: LedgerTools
+    placer: PlacerKind
     join: JoinAdvice
 
 

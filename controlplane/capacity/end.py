@@ -43,7 +43,7 @@ def end(
     ledger.mark_allocations_releasing(tx, reservation.reservation_id, now=now)
     ledger.cut_bookings(tx, reservation.reservation_id, now)
     for node_id in sorted(nodes):
-        write_spec(tx, node_id, nodes[node_id].public_id, signer=tools.signer, now=now)
+        write_spec(tx, node_id, signer=tools.signer, now=now)
     if reservation.active_at is not None:
         reservations.record_usage(tx, reservation.reservation_id, end=now)
     announce(tx, reservation, "releasing", cause=cause, detail=detail)
@@ -100,7 +100,7 @@ def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: A
     ledger.give_back_scalars(
         tx, hold.node_id, gpus=len(hold.device_uuids), vcpus=hold.vcpus, memory_mib=hold.memory_mib
     )
-    write_spec(tx, hold.node_id, node.public_id, signer=tools.signer, now=now)
+    write_spec(tx, hold.node_id, signer=tools.signer, now=now)
     waiting = ledger.load_waiting_for(tx, hold.node_id, now)
     enqueue(tx, "reservation", [str(reservation_id) for reservation_id in waiting])
     if node.draining:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from controlplane.capacity import end as ending
 from controlplane.capacity.place import (
     BIND_TIMEOUT,
-    Contended,
     announce,
     bind,
     book_plan,
@@ -23,7 +22,6 @@ from controlplane.capacity.place import (
 from controlplane.db import ledger, reservations, views
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
-from controlplane.db.tx import CheckConflict, ExclusionConflict
 from controlplane.model.planner import NoPlan
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ def _step_placed(tx: Tx, tools: LedgerTools, reservation: Reservation, now: date
             tx, reservation, now, state="expired", cause=None, detail="its window passed while its GPUs were held"
         )
         return NOTHING_DUE
-    if repair(tx, reservation, now):
+    if repair(tx, tools, reservation, now):
         return timedelta(0)
     if now < reservation.window_start:
         return reservation.window_start - now
@@ -166,7 +164,7 @@ def _remaining_request(reservation: Reservation, now: datetime) -> PlacementRequ
     )
 
 
-def repair(tx: Tx, reservation: Reservation, now: datetime) -> bool:
+def repair(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> bool:
     """Move a locked `placed` reservation whose nodes cannot take it, to nodes that can, in the same window.
 
     The nodes cannot take it when they are not schedulable, when GPUs are not healthy, or when an
@@ -188,16 +186,13 @@ def repair(tx: Tx, reservation: Reservation, now: datetime) -> bool:
             announce(tx, reservation, "condition", condition="impaired", present=False)
         if "waiting_for_release" not in reservation.conditions:
             return False
-    plan = plan_and_lock(tx, reservation.pool_id, _remaining_request(reservation, now), now)
+    plan = plan_and_lock(tx, tools, reservation.pool_id, _remaining_request(reservation, now), now)
     if isinstance(plan, NoPlan):
         if broken and reservations.set_condition(tx, reservation.reservation_id, "impaired", present=True):
             announce(tx, reservation, "condition", condition="impaired", present=True)
         return False
     ledger.close_bookings(tx, reservation.reservation_id)
-    try:
-        book_plan(tx, reservation, plan)
-    except (ExclusionConflict, CheckConflict) as conflict:
-        raise Contended(conflict.constraint) from conflict
+    book_plan(tx, reservation, plan)
     reservations.move_window(tx, reservation.reservation_id, start=plan.window.start, end=plan.window.end)
     reservations.set_condition(tx, reservation.reservation_id, "impaired", present=False)
     announce(tx, reservation, "condition", condition="impaired", present=False, moved=True)

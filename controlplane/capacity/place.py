@@ -1,32 +1,33 @@
 """Takes capacity for a reservation: quota, plan, bookings, and, for a window that is open, the holds.
 
 Everything here runs inside one transaction that has locked the reservation. The plan is made from
-rows read without locks; then its nodes are locked in id order and planned once more from what is
-true under the lock, since a neighbour that booked a moment ago only moves the choice of GPUs. The
-exclusion constraints decide in the end; whoever loses retries in a *new* transaction (`Contended`),
-because a retry inside the old one would see its own failed attempt.
+the process's index of the pool; then its nodes are locked in id order, and must be as they were when
+they were planned on. The exclusion constraints decide in the end; whoever loses retries in a *new*
+transaction (`Contended`), because a retry inside the old one would see its own failed attempt. The
+nodes of a plan that was not committed are read again before the next one is made.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, cast
 
 from controlplane.capacity.quota import open_quotas, window_of
 from controlplane.capacity.specs import SpecFull, write_spec
-from controlplane.db import ledger, reservation_events, reservations, specs, views
-from controlplane.db.queue import schedule
+from controlplane.db import ledger, reservation_events, reservations, specs
+from controlplane.db.placements import Commitment, commit_parts, lock_planned_nodes, mark_all_placed
 from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
-from controlplane.model.planner import NoPlan, plan_placement
+from controlplane.model.planner import NoPlan
 from controlplane.model.requests import PlacementRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
     from datetime import datetime
 
+    from controlplane.capacity.indexes import PoolIndexes
     from controlplane.db.ledger import Booking
+    from controlplane.db.placements import LockedPool
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
     from controlplane.model.planner import Plan
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 BIND_TIMEOUT = timedelta(minutes=5)
 # How far ahead "could start at" looks.
 EARLIEST_HORIZON = timedelta(days=30)
-# Each further plan is one that somebody else's commit spoiled between our look and our lock.
-PLANS_MAX = 8
 GUARDS = frozenset({"booking_no_overlap", "booking_scalar_capacity", "allocation_one_hold"})
 
 
@@ -54,6 +53,7 @@ class LedgerTools:
 
     signer: IntentSigner
     ids: IdSource
+    indexes: PoolIndexes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,96 +83,101 @@ def place(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -
     Raises:
         Contended: a guard refused; nothing may be kept of this transaction.
     """
-    request = placement_request(reservation)
-    if request.start is not None and request.start <= now:
-        # the asked-for start has passed while it waited: it starts when it is placed
-        request = replace(request, start=None)
     book = open_quotas(tx, [reservation])
     short = book.take(reservation, window_of(reservation, now))
     if short is not None:
         return short
-    plan = plan_and_lock(tx, reservation.pool_id, request, now, horizon=now + EARLIEST_HORIZON)
+    request = request_at(reservation, now)
+    plan = tools.indexes.plan(tx, reservation.pool_id, request, now, horizon=now + EARLIEST_HORIZON)
     if isinstance(plan, NoPlan):
         return plan
-    try:
-        bound = _commit_plan(tx, tools, reservation, plan, now)
-    except (ExclusionConflict, CheckConflict) as conflict:
-        if conflict.constraint not in GUARDS:
-            raise
-        raise Contended(conflict.constraint) from conflict
+    _commit(tx, tools, reservation, plan, now)
     book.write(tx)
-    return Placed(bound)
+    return Placed(plan.starts_now)
 
 
-def _commit_plan(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Plan, now: datetime) -> bool:
-    book_plan(tx, reservation, plan)
-    if not reservations.mark_placed(
-        tx,
-        reservation.reservation_id,
-        reservation.state,
-        start=plan.window.start,
-        end=plan.window.end,
-        now=now,
-    ):
-        raise Contended("reservation")
-    announce(tx, reservation, "placed", start=plan.window.start.isoformat())
-    due = now + BIND_TIMEOUT if plan.starts_now else plan.window.start
-    schedule(tx, "reservation", str(reservation.reservation_id), min(due, plan.window.end or due))
-    if not plan.starts_now:
-        return False
-    outcome = bind(tx, tools, reservation, now)
-    if outcome != "bound":
-        raise Contended(outcome)
-    return True
-
-
-def book_plan(tx: Tx, reservation: Reservation, plan: Plan) -> None:
-    """Insert the bookings of a plan whose nodes are locked. Raises ExclusionConflict or CheckConflict."""
-    for part in plan.parts:
-        ledger.insert_booking(
-            tx,
-            reservation_id=reservation.reservation_id,
-            pool_id=reservation.pool_id,
-            node_id=part.node_id,
-            spans=part.spans,
-            start=plan.window.start,
-            end=plan.window.end,
-            vcpus=part.vcpus,
-            memory_mib=part.memory_mib,
-        )
+def request_at(reservation: Reservation, now: datetime) -> PlacementRequest:
+    """What a reservation asks for now: if the start that it named has passed, it starts when it is placed."""
+    request = placement_request(reservation)
+    return replace(request, start=None) if request.start is not None and request.start <= now else request
 
 
 def plan_and_lock(
-    tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, horizon: datetime | None = None
+    tx: Tx,
+    tools: LedgerTools,
+    pool_id: int,
+    request: PlacementRequest,
+    now: datetime,
+    *,
+    horizon: datetime | None = None,
+    without: Collection[int] = (),
 ) -> Plan | NoPlan:
-    """Plan on the whole pool, lock the nodes of the plan, and plan again on those as they are now.
-
-    Nodes that were taken meanwhile are let go of, and the pool is planned again: nothing is written
-    yet, so this transaction sees what the faster one did as well as a new one would.
+    """Plan from the pool's index, and lock the nodes of the plan.
 
     Raises:
-        Contended: others were faster each time.
+        Contended: a node has changed since it was planned on; a new transaction reads it again.
     """
-    for _ in range(PLANS_MAX):
-        plan = plan_placement(request, views.load_node_views(tx, pool_id), now, horizon)
-        if isinstance(plan, NoPlan):
-            return plan
-        # rolling back to the savepoint releases the locks
-        with suppress(_Taken), tx.savepoint():
-            return _lock_and_plan(tx, pool_id, request, [part.node_id for part in plan.parts], now)
-    raise Contended("nodes")
-
-
-class _Taken(Exception):
-    """The nodes no longer take the request; others may."""
-
-
-def _lock_and_plan(tx: Tx, pool_id: int, request: PlacementRequest, node_ids: Sequence[int], now: datetime) -> Plan:
-    ledger.lock_nodes(tx, node_ids)
-    plan = plan_placement(request, views.load_node_views(tx, pool_id, node_ids), now, None)
-    if isinstance(plan, NoPlan):
-        raise _Taken
+    plan = tools.indexes.plan(tx, pool_id, request, now, horizon=horizon, without=without)
+    if not isinstance(plan, NoPlan):
+        _lock_nodes(tx, pool_id, plan)
     return plan
+
+
+def _lock_nodes(tx: Tx, pool_id: int, plan: Plan) -> LockedPool:
+    seen = {part.node_id: part.placement_gen for part in plan.parts}
+    pool = lock_planned_nodes(tx, pool_id, seen)
+    if len(pool.names) < len(seen):
+        raise Contended("nodes")
+    return pool
+
+
+def commitment(tools: LedgerTools, reservation: Reservation, plan: Plan) -> Commitment:
+    """A plan with the names of the holds it will need."""
+    return Commitment(reservation, plan, [tools.ids.new("alloc") for _ in plan.parts] if plan.starts_now else ())
+
+
+def next_look(plan: Plan, now: datetime) -> datetime:
+    """When the clock of a reservation that is placed by this plan has something to do."""
+    due = now + BIND_TIMEOUT if plan.starts_now else plan.window.start
+    return min(due, plan.window.end or due)
+
+
+def _commit(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Plan, now: datetime) -> None:
+    """Lock the plan's nodes and write it, and their specs if it starts now."""
+    pool = _lock_nodes(tx, reservation.pool_id, plan)
+    parts = [commitment(tools, reservation, plan)]
+    try:
+        complete = commit_parts(tx, reservation.pool_id, parts)
+    except CheckConflict as conflict:
+        if conflict.constraint not in GUARDS:
+            raise
+        raise Contended(conflict.constraint) from conflict
+    if not complete:
+        raise Contended("booking_no_overlap or allocation_one_hold")
+    looks = [next_look(plan, now)]
+    if not mark_all_placed(tx, pool, parts, now=now, bind_deadline=now + BIND_TIMEOUT, looks=looks):
+        raise Contended("reservation")
+    if plan.starts_now:
+        for part in plan.parts:
+            try:
+                write_spec(tx, part.node_id, signer=tools.signer, now=now)
+            except SpecFull as full:
+                tools.indexes.shut(reservation.pool_id, part.node_id)
+                raise Contended(str(full)) from full
+
+
+def book_plan(tx: Tx, reservation: Reservation, plan: Plan) -> None:
+    """Insert the bookings of a plan for later, whose nodes are locked.
+
+    Raises:
+        Contended: somebody has them already.
+    """
+    try:
+        complete = commit_parts(tx, reservation.pool_id, [Commitment(reservation, plan, ())])
+    except CheckConflict as conflict:
+        raise Contended(conflict.constraint) from conflict
+    if not complete:
+        raise Contended("booking_no_overlap")
 
 
 def bind(
@@ -193,7 +198,7 @@ def bind(
             if not reservations.mark_binding(tx, reservation.reservation_id, bind_deadline=now + BIND_TIMEOUT):
                 return "gone"
             for node_id in sorted(nodes):
-                write_spec(tx, node_id, nodes[node_id].public_id, signer=tools.signer, now=now)
+                write_spec(tx, node_id, signer=tools.signer, now=now)
     except (ExclusionConflict, _NoRoom):
         return "waiting_for_release"
     except SpecFull:

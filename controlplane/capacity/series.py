@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import (
-    GUARDS,
     Contended,
     announce,
     book_plan,
@@ -24,7 +23,6 @@ from controlplane.capacity.place import (
 from controlplane.capacity.quota import open_quotas
 from controlplane.db import ledger, reservations, views
 from controlplane.db.queue import schedule
-from controlplane.db.tx import CheckConflict, ExclusionConflict
 from controlplane.model.planner import NoPlan, Plan, plan_placement
 from controlplane.model.requests import InvalidRequest, check_limits
 
@@ -134,12 +132,7 @@ def _book(tx: Tx, new: NewWindows, reservation: Reservation, nodes: Sequence[Nod
     if isinstance(plan, NoPlan):
         raise Contended("nodes")
     start, end = plan.window.start, plan.window.end
-    try:
-        book_plan(tx, reservation, plan)
-    except (ExclusionConflict, CheckConflict) as conflict:
-        if conflict.constraint not in GUARDS:
-            raise
-        raise Contended(conflict.constraint) from conflict
+    book_plan(tx, reservation, plan)
     placed = reservations.mark_placed(tx, reservation.reservation_id, "draft", start=start, end=end, now=now)
     assert placed, "drafted in this transaction"
     announce(tx, reservation, "placed", start=start.isoformat(), series=new.series)

@@ -27,13 +27,12 @@ class SpecFull(Exception):
         super().__init__(f"the spec of {node} would be {size} bytes of at most {SPEC_BYTES_MAX}")
 
 
-def write_spec(tx: Tx, node_id: int, node_public_id: str, *, signer: IntentSigner, now: datetime) -> int:
+def write_spec(tx: Tx, node_id: int, *, signer: IntentSigner, now: datetime) -> int:
     """Write and sign the node's next generation; returns its number. Raises SpecFull."""
-    version = specs.load_version(tx, node_id)
+    version, entries = specs.load_version(tx, node_id), specs.load_entries(tx, node_id)
     generation = version.generation + 1
-    entries = specs.load_entries(tx, node_id)
     payload = SpecPayload(
-        node_id=node_public_id,
+        node_id=version.node_public_id,
         incarnation=version.incarnation,
         generation=generation,
         issued_at=now,
@@ -58,7 +57,8 @@ def write_spec(tx: Tx, node_id: int, node_public_id: str, *, signer: IntentSigne
     )
     envelope = encode_envelope(signer.sign(Context.INTENT_SPEC, encode(payload)))
     if len(envelope) > SPEC_BYTES_MAX:
-        raise SpecFull(node_public_id, len(envelope))
+        raise SpecFull(version.node_public_id, len(envelope))
     specs.store_spec(tx, node_id, incarnation=version.incarnation, generation=generation, envelope=envelope, now=now)
-    ledger.set_end_generation(tx, node_id, generation)
+    if payload.tombstones:
+        ledger.set_end_generation(tx, node_id, generation)
     return generation

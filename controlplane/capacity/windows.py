@@ -91,7 +91,7 @@ def _move_end(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetim
         raise Conflict(f"reservation {reservation.public_id} was changed at the same time; read it again")
     if reservation.state != "placed":
         for node_id in sorted(nodes):
-            write_spec(tx, node_id, nodes[node_id].public_id, signer=tools.signer, now=now)
+            write_spec(tx, node_id, signer=tools.signer, now=now)
     announce(tx, reservation, "extended" if later else "shrunk", end=end.isoformat())
     schedule(tx, "reservation", str(reservation.reservation_id), end)
     if not later:

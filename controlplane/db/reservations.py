@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from controlplane.db.tx import Tx
@@ -183,19 +183,21 @@ def page_reservations(
     )
 
 
-def load_queued(tx: Tx, pool_id: int, *, limit: int) -> list[int]:
-    """The ids of the pool's queued reservations, oldest first."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            """
-            select reservation_id from reservation
-            where pool_id = %(pool)s and ended_at is null and state = 'queued'
-            order by reservation_id limit %(limit)s
-            """,
-            {"pool": pool_id, "limit": limit},
-        )
-    ]
+def lock_queued(tx: Tx, pool_id: int, *, after: int, only: Sequence[int] | None, limit: int) -> list[Reservation]:
+    """Claim queued reservations of a pool, oldest first, passing by those that somebody is changing now."""
+    return tx.rows(
+        Reservation,
+        "select"
+        + COLUMNS
+        + """
+        from reservation r
+        where r.pool_id = %(pool)s and r.state = 'queued' and r.reservation_id > %(after)s
+          and (%(only)s::int8[] is null or r.reservation_id = any(%(only)s))
+        order by r.reservation_id limit %(limit)s
+        for no key update skip locked
+        """,
+        {"pool": pool_id, "after": after, "only": None if only is None else list(only), "limit": limit},
+    )
 
 
 def is_waited_for(tx: Tx, pool_id: int) -> bool:
@@ -260,18 +262,20 @@ def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reaso
     )
 
 
-def set_pending_reason(tx: Tx, reservation_id: int, reason: str) -> bool:
-    """Note why it waits; says whether that is news."""
-    return (
-        tx.execute(
+def set_pending_reasons(tx: Tx, reasons: Mapping[int, str]) -> list[int]:
+    """Note why reservations wait; returns those for which that is news."""
+    return [
+        row[0]
+        for row in tx.tuples(
             """
-            update reservation set pending_reason = %(reason)s, version = version + 1
-            where reservation_id = %(id)s and state = 'queued' and pending_reason <> %(reason)s
+            update reservation r set pending_reason = w.reason, version = version + 1
+            from unnest(%(ids)s::int8[], %(reasons)s::text[]) as w (reservation_id, reason)
+            where r.reservation_id = w.reservation_id and r.state = 'queued' and r.pending_reason <> w.reason
+            returning r.reservation_id
             """,
-            {"id": reservation_id, "reason": reason},
+            {"ids": list(reasons), "reasons": list(reasons.values())},
         )
-        == 1
-    )
+    ]
 
 
 def mark_placed(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class SpecVersion:
     """Where a node's spec stands. `incarnation` is the cluster's now, which the next spec will carry."""
 
+    node_public_id: str
     incarnation: int
     generation: int
 
@@ -38,12 +39,13 @@ def load_version(tx: Tx, node_id: int) -> SpecVersion:
     version = tx.row(
         SpecVersion,
         """
-        select c.incarnation, coalesce(s.generation, 0) as generation
-        from cluster c left join node_spec s on s.node_id = %(node)s
+        select n.public_id as node_public_id, c.incarnation, coalesce(s.generation, 0) as generation
+        from node n cross join cluster c left join node_spec s using (node_id)
+        where n.node_id = %(node)s
         """,
         {"node": node_id},
     )
-    assert version is not None, "the cluster row exists from the first migration on"
+    assert version is not None, "whoever writes a spec has locked its node"
     return version
 
 

@@ -190,6 +190,18 @@ class Tx:
         self._check = check
         self._savepoints = 0
         self.wakes: dict[tuple[str, str], None] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def on_rollback(self, undo: Callable[[], None]) -> None:
+        """Have this called, in the transaction's thread, unless it is known to have been committed.
+
+        For memory that went ahead of the database. It must not raise, and may be called for nothing.
+        """
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        for undo in self._undo:
+            undo()
 
     def wake(self, channel: str, payload: str = "") -> None:
         """Have whoever waits on the channel woken once this is committed; the functions that write do it."""
@@ -293,18 +305,20 @@ def run_transaction(
     give_up = time.monotonic() + TX_DEADLINE_S
     attempt = 1
     while True:
+        tx = Tx(conn, give_up=give_up, check=check)
         try:
             _begin(conn)
-            tx = Tx(conn, give_up=give_up, check=check)
             result = fn(tx)
             on_written(tx.wakes)
             _commit(conn)
         except Contention:
             _roll_back(conn)
+            tx.undo()
             if attempt == ATTEMPTS_MAX:
                 raise
         except BaseException:
             _roll_back(conn)
+            tx.undo()
             raise
         else:
             return result

@@ -210,7 +210,7 @@ class _Step:
         tx, node = self.tx, self.node
         nodes.mark_adopted(tx, node.node_id)
         self.changes += nodes.clear_conditions(tx, node.node_id, [inventory.REPLACED, "inventory_bad"])
-        generation = write_spec(tx, node.node_id, node.public_id, signer=self.tools.signer, now=load_now(tx))
+        generation = write_spec(tx, node.node_id, signer=self.tools.signer, now=load_now(tx))
         self.tell("adopted", generation=generation)
         self.room = True
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import datetime
 
-    from controlplane.model.fit import Fit
+    from controlplane.model.fit import Asked, Fit
     from controlplane.model.nodeview import NodeView
     from controlplane.model.refusals import PendingReason
     from controlplane.model.requests import PlacementRequest
@@ -120,12 +120,11 @@ def plan_placement(
     best = heapq.nsmallest(request.nodes, _find_fits(request, nodes, now), key=_rank)
     if len(best) < request.nodes:
         return plan_nothing(request, nodes, now, horizon)
-    return plan_parts(request, best, now)
+    return plan_parts(request, best, request_window(request, now))
 
 
-def plan_parts(request: PlacementRequest, fits: Sequence[Fit], now: datetime) -> Plan:
-    """The plan that takes these nodes."""
-    asked = request_window(request, now)
+def plan_parts(request: PlacementRequest, fits: Sequence[Fit], asked: Asked) -> Plan:
+    """The plan that takes these nodes in this window."""
     parts = sorted((_part(request, fit) for fit in fits), key=_node_id)
     end = None if asked.end == FOREVER else to_datetime(asked.end)
     return Plan(tuple(parts), Window(to_datetime(asked.start), end), asked.starts_now)

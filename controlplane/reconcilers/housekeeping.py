@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from controlplane.db import leases, outbox, retention, sinks, workers
+from controlplane.db import leases, outbox, placements, retention, sinks, workers
 from controlplane.reconcilers.reconciler import PeriodicJob
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ SINK_LAG_MAX_S = 30 * _DAY_S
 COMMANDS_KEPT_S = 30 * _DAY_S
 # A worker that died without a word shows in `bcctl doctor` for an hour.
 WORKERS_KEPT_S = _HOUR_S
+# Twice what an index that has not looked may be behind; then it is loaded anew (`capacity.indexes.FORGET_AFTER`).
+CHANGES_KEPT_S = 600.0
 # Far beyond any pause of a process that could still hold an epoch of it.
 LEASES_KEPT_S = 30 * _DAY_S
 
@@ -65,6 +67,7 @@ _CHUNKED: dict[str, Callable[[Tx], int]] = {
     "outbox": partial(outbox.trim, older_than_s=OUTBOX_KEPT_S, limit=CHUNK),
     "command": partial(retention.prune_commands, older_than_s=COMMANDS_KEPT_S, limit=CHUNK),
     "worker": partial(workers.prune, silent_s=WORKERS_KEPT_S, limit=CHUNK),
+    "placement_change": partial(placements.prune_changes, older_than_s=CHANGES_KEPT_S, limit=CHUNK),
     "lease": partial(leases.prune, ended_before_s=LEASES_KEPT_S, limit=CHUNK),
 }
 

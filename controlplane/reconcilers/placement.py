@@ -1,11 +1,21 @@
-"""The placement reconciler: one pass over a pool's queue, whenever something of the pool may be free."""
+"""The placement reconciler: passes over a pool's queue, in batches, under the pool's lease.
+
+It runs when something of the pool may be free, and when somebody was queued. With the placer
+`pool-lease` that is how every request is placed; with `inline` only those that had to wait.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
-from controlplane.capacity.waiting import QUEUED_PER_PASS, place_queued
-from controlplane.db.reservations import load_queued, page_queued_pools
+import trio
+
+from controlplane.capacity.batch import place_batch
+from controlplane.db import leases
+from controlplane.db.leases import Fence
+from controlplane.db.reservations import page_queued_pools
+from controlplane.db.tx import OPERATING_ERRORS
 from controlplane.queue.outcome import Again, Done
 from controlplane.reconcilers.reconciler import Reconciler
 
@@ -17,24 +27,42 @@ if TYPE_CHECKING:
     from controlplane.queue.outcome import Outcome
 
 # Every change that frees something enqueues the pool; this is for what time alone frees.
-RECHECK_S = 30.0
+RECHECK_S: Final = 30.0
+# How soon a pool is tried again whose lease somebody else holds: a worker that was paused, or has just died.
+HELD_S: Final = 1.0
+# A pass plans each shape once and books batch by batch.
+DEADLINE_S: Final = 30.0
+# Outlives a pass, so that nobody has to renew it; after a crash the next worker waits so long for the pool.
+LEASE_S: Final = DEADLINE_S + 10.0
+RELEASE_S: Final = 3.0
 
 
-def placement_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
-    """Gives queued reservations what has become free, oldest first."""
+def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, max_batch: int) -> Reconciler:
+    """Gives queued reservations what there is, up to `max_batch` in a transaction."""
+
+    async def run_pass(pool_id: int, fence: Fence) -> Outcome:
+        waiting = lost = after = 0
+        while True:
+            batch = await db.run_tx(place_batch, tools, pool_id, limit=max_batch, after=after, fence=fence)
+            waiting, lost, after = waiting + batch.waiting, lost + batch.lost, batch.last
+            if batch.claimed == max_batch:
+                continue
+            if lost:
+                # what they lost to is in the index by now
+                return Again(0.0)
+            return Again(RECHECK_S) if waiting else Done()
 
     async def reconcile(key: str) -> Outcome:
-        queued = await db.run_tx(load_queued, int(key), limit=QUEUED_PER_PASS)
-        full: dict[tuple[object, ...], str] = {}
-        waiting = 0
-        for reservation_id in queued:
-            left = await db.run_tx(place_queued, tools, reservation_id, full)
-            if left is None:
-                continue
-            waiting += 1
-            if left.shape is not None:
-                full[left.shape] = left.reason
-        return Again(RECHECK_S) if waiting else Done()
+        name = f"placer:{key}"
+        epoch = await db.run_lease_tx(leases.acquire, name, worker_id, LEASE_S)
+        if epoch is None:
+            return Again(HELD_S)
+        try:
+            return await run_pass(int(key), Fence(name, worker_id, epoch))
+        finally:
+            # otherwise it runs out by itself
+            with trio.move_on_after(RELEASE_S, shield=True), suppress(*OPERATING_ERRORS):
+                await db.run_lease_tx(leases.release, name, worker_id, epoch)
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:
         pools = await db.run_tx(page_queued_pools, int(after or 0), limit)
@@ -47,6 +75,5 @@ def placement_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
         reconcile=reconcile,
         list_keys=list_keys,
         concurrency=2,
-        # a pass plans each shape once and books at most QUEUED_PER_PASS
-        deadline_s=60.0,
+        deadline_s=DEADLINE_S,
     )

@@ -67,6 +67,8 @@ class WorkerParts:
 
     database: Database
     tools: LedgerTools
+    worker_id: str
+    max_batch: int
 
 
 def build_registry(parts: WorkerParts) -> Registry:
@@ -76,7 +78,7 @@ def build_registry(parts: WorkerParts) -> Registry:
         reconcilers=(
             inbox_reconciler(*ledger),
             reservation_reconciler(*ledger),
-            placement_reconciler(*ledger),
+            placement_reconciler(*ledger, worker_id=parts.worker_id, max_batch=parts.max_batch),
             node_reconciler(*ledger),
             spec_reconciler(*ledger),
         ),

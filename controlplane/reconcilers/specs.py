@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def rewrite_if_stale(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
     """Write a node's next spec if the stored one is not what it would be; says whether it was.
 
-    A node that was never adopted has none.
+    A node that was never adopted has none, and holds nothing.
     """
     if _is_current(tx, tools, node_id):
         # as nearly always, and then without a lock
@@ -38,14 +38,15 @@ def rewrite_if_stale(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
     node = lock_lifecycle(tx, node_id)
     if node is None or node.provision_state == "decommissioned" or _is_current(tx, tools, node_id):
         return False
-    write_spec(tx, node_id, node.public_id, signer=tools.signer, now=load_now(tx))
+    write_spec(tx, node_id, signer=tools.signer, now=load_now(tx))
     return True
 
 
 def _is_current(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
     stored = specs.load_spec_envelope(tx, node_id)
     if stored is None:
-        return True
+        # as before adoption
+        return not specs.load_entries(tx, node_id)
     try:
         envelope = decode_envelope(stored)
         spec = decode_payload(SpecPayload, envelope.payload)

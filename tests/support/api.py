@@ -14,6 +14,8 @@ from controlplane.api.app import create_app
 from controlplane.api.calls import ApiContext, JoinAdvice
 from controlplane.api.health import Health
 from controlplane.api.sse import EventHub, open_event_hub
+from controlplane.capacity.indexes import PoolIndexes
+from controlplane.capacity.place import LedgerTools
 from controlplane.db.pool import DatabaseConfig, open_database
 from controlplane.iam.bootstrap import ensure_root
 from controlplane.iam.embedded import EmbeddedIam
@@ -149,7 +151,8 @@ async def open_api(
             clock=SystemClock(),
             ids=ids,
             metrics=metrics,
-            signer=IntentSigner(Ed25519PrivateKey.generate()),
+            tools=LedgerTools(IntentSigner(Ed25519PrivateKey.generate()), ids, PoolIndexes()),
+            placer="inline",
             join=JoinAdvice(url="https://gateway.test:7443", pin="sha256:" + 64 * "0"),
         )
         async with open_event_hub(used, metrics.http.streams.set) as hub:

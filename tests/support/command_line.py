@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import psycopg
 import trio
 
-from controlplane.capacity.place import LedgerTools
 from controlplane.cli.client import open_client
 from controlplane.cli.main import run
 from controlplane.db import ledger
@@ -110,11 +109,11 @@ async def _serve(dsn: Dsn, nodes: int, started: list[CommandServer], ready: thre
     async with open_api(dsn) as api, open_database(DatabaseConfig(dsn.worker)) as db:
         await api.ok("sites/create", slug="lab", name="The lab")
         await api.ok("pools/create", site="lab", slug="h100", gpu_model="H100")
-        signer = api.context.signer
+        signer = api.context.tools.signer
         fleet = LedgerFleet(
             db=db,
             owner_dsn=dsn.admin,
-            tools=LedgerTools(signer=signer, ids=api.context.ids),
+            tools=api.context.tools,
             verifier=Verifier({KeyClass.INTENT: [signer.public_key]}),
             pool_id=1,
             tenant_id=1,

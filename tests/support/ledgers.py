@@ -15,13 +15,15 @@ import psycopg
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from controlplane.capacity import end as ending
+from controlplane.capacity.batch import place_batch
+from controlplane.capacity.indexes import PoolIndexes
 from controlplane.capacity.lifecycle import step
 from controlplane.capacity.place import LedgerTools, Placed, announce, place
-from controlplane.capacity.waiting import place_queued
 from controlplane.db import inbox, ledger, reservations, specs
 from controlplane.db.pool import Database, DatabaseConfig, open_database
 from controlplane.db.time import load_now
 from controlplane.reconcilers.inbox import process_report
+from controlplane.reconcilers.specs import rewrite_if_stale
 from shared.clocks import SystemClock
 from shared.identity import make_key
 from shared.ids import IdSource, new_id
@@ -173,7 +175,10 @@ class LedgerFleet:
         return await self.run(attempt)
 
     async def retry_queue(self, reservation_id: int) -> Reservation:
-        await self.run(place_queued, self.tools, reservation_id, {})
+        """Let a batch try it, and the spec reconciler sign for it."""
+        await self.run(place_batch, self.tools, self.pool_id, limit=1, only=[reservation_id])
+        for node in self.nodes:
+            await self.run(rewrite_if_stale, self.tools, node.node_id)
         return await self.load(reservation_id)
 
     async def load(self, reservation_id: int) -> Reservation:
@@ -374,7 +379,7 @@ def make_fleet(db: Database, dsn: Dsn, *, nodes: int = 1, gpus: int = 8) -> Ledg
     return LedgerFleet(
         db=db,
         owner_dsn=dsn.admin,
-        tools=LedgerTools(signer=intent, ids=IdSource(SystemClock())),
+        tools=LedgerTools(signer=intent, ids=IdSource(SystemClock()), indexes=PoolIndexes()),
         verifier=Verifier({KeyClass.INTENT: [intent.public_key]}),
         pool_id=1,
         tenant_id=1,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psycopg
 
 from agent.drivers.fake import FakeDevices, Variant
+from controlplane.capacity.indexes import PoolIndexes
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import places, tokens
 from controlplane.db.pool import Database, DatabaseConfig, open_database
@@ -274,7 +275,7 @@ async def open_fleet(dsn: Dsn, directory: Path) -> AsyncGenerator[Fleet]:
             owner_dsn=dsn.admin,
             keys=keys,
             service=JoinService(db, issuer),
-            tools=LedgerTools(keys.intent.signer, ids),
+            tools=LedgerTools(keys.intent.signer, ids, PoolIndexes()),
             bundle=open_bundle(keys.bundle, pin(keys.bundle)),
             rung=rung,
         )

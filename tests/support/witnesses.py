@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import trio
 
-from controlplane.capacity.place import LedgerTools
 from controlplane.db.pool import Database, DatabaseConfig, open_database
 from controlplane.reconcilers.registry import WorkerParts, build_registry
 from shared.ids import new_id
@@ -41,6 +40,7 @@ from tests.support.referee import find_breaches
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from controlplane.capacity.place import LedgerTools
     from controlplane.reconcilers.reconciler import Reconciler
     from tests.support.ledgers import FleetNode
     from tests.support.postgres import Dsn
@@ -209,7 +209,7 @@ class Arena:
         )
 
     def reconcilers(self) -> tuple[Reconciler, ...]:
-        return build_registry(WorkerParts(self.workers, self.tools)).reconcilers
+        return build_registry(WorkerParts(self.workers, self.tools, "worker", 100)).reconcilers
 
     async def sweep(self) -> None:
         """Every key of every reconciler, as a resync runs it."""
@@ -260,7 +260,7 @@ async def open_arena(
         open_database(DatabaseConfig(dsn.worker, pool_size=4)) as workers,
         open_api(dsn, database=api_pool) as api,
     ):
-        arena = Arena(dsn, api, workers, LedgerTools(signer=api.context.signer, ids=api.context.ids))
+        arena = Arena(dsn, api, workers, api.context.tools)
         await api.ok("sites/create", slug="lab")
         await api.ok("pools/create", site="lab", slug="h100", gpu_model="H100")
         await api.ok("pools/create", site="lab", slug="cpus", kind="cpu")

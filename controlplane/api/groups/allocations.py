@@ -10,7 +10,6 @@ from controlplane.api import resolve
 from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import decode_cursor, make_page
 from controlplane.api.fields import Instant, Ref
-from controlplane.capacity.place import LedgerTools
 from controlplane.db import allocation_views, ledger, nodes, reservations
 from controlplane.db.time import load_now
 from controlplane.errors import Conflict
@@ -125,7 +124,7 @@ def _force(tx: Tx, call: Call, typed: ForceRelease, target: Target[AllocationRow
         raise Conflict(f"id: {row.public_id} was released before", field="id")
     retire.force_release(
         tx,
-        LedgerTools(call.context.signer, call.context.ids),
+        call.context.tools,
         reservation,
         row.node_id,
         principal=call.principal.id,

@@ -143,7 +143,7 @@ def _create(tx: Tx, call: Call, typed: CreateCommand, target: Target[NodeRow]) -
         deadline_s=typed.deadline_s,
         purpose="",
         created_by=call.principal.id,
-        signer=call.context.signer,
+        signer=call.context.tools.signer,
         ids=call.context.ids,
         now=load_now(tx),
     )

@@ -23,7 +23,6 @@ from controlplane.api.calls import (
 )
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, NodeName, Ref
-from controlplane.capacity.place import LedgerTools
 from controlplane.db import certificates, node_views, nodes, places
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
@@ -306,7 +305,7 @@ def _decommission(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[N
 def _force(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
     row = target.row
     holders = [holder.public_id for holder in nodes.load_holders(tx, row.node_id)]
-    tools = LedgerTools(call.context.signer, call.context.ids)
+    tools = call.context.tools
     now = load_now(tx)
     retire.clear_node(tx, tools, row.node_id, principal=call.principal.id, now=now)
     node = _lock(tx, row)

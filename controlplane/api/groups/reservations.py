@@ -28,16 +28,15 @@ from controlplane.api.groups.reservation_structs import (
 )
 from controlplane.capacity import end as ending
 from controlplane.capacity import windows
-from controlplane.capacity.place import EARLIEST_HORIZON, LedgerTools, Placed, announce, place
+from controlplane.capacity.place import EARLIEST_HORIZON, Placed, announce, place
 from controlplane.capacity.place import placement_request as stored_request
 from controlplane.db import reservations
 from controlplane.db.queue import enqueue, schedule
-from controlplane.db.views import load_node_names, load_node_views
+from controlplane.db.views import load_node_names
 from controlplane.errors import Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
-from controlplane.model.planner import NoPlan, plan_placement
+from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
-from controlplane.model.refusals import why_impossible
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -46,10 +45,7 @@ if TYPE_CHECKING:
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
     from controlplane.errors import ApiError
-
-
-def _tools(call: Call) -> LedgerTools:
-    return LedgerTools(signer=call.context.signer, ids=call.context.ids)
+    from controlplane.model.requests import PlacementRequest
 
 
 def _resource(row: Reservation) -> Resource:
@@ -122,25 +118,42 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
     row = reservations.lock_reservation(tx, target.row.reservation_id)
     assert row is not None, "reservations are never deleted"
     if row.state == "draft":
-        result = place(tx, _tools(call), row, row.read_at)
-        if not isinstance(result, Placed):
-            _wait_or_refuse(tx, given, row, result)
+        if _is_left_to_scheduler(call, given, row):
+            _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
+            _queue(tx, row, "waits for the scheduler")
+        else:
+            result = place(tx, call.context.tools, row, row.read_at)
+            if not isinstance(result, Placed):
+                _wait_or_refuse(tx, call, given, row, result)
     return Outcome(data=view_one(tx, row.reservation_id), resource_id=row.public_id)
 
 
-def _wait_or_refuse(tx: Tx, given: CreateInput, row: Reservation, short: NoPlan | QuotaShort) -> None:
+def _is_left_to_scheduler(call: Call, given: CreateInput, row: Reservation) -> bool:
+    """Gangs, and whoever wants an answer now, are placed in the request itself."""
+    return call.context.placer == "pool-lease" and row.nodes == 1 and given.queue
+
+
+def _check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest, now: datetime) -> None:
+    impossible = call.context.tools.indexes.why_impossible(tx, pool_id, request, now)
+    if impossible is not None:
+        raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
+
+
+def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: Reservation, short: NoPlan | QuotaShort) -> None:
     if isinstance(short, QuotaShort):
         if short.never or not given.queue:
             raise QuotaExceeded(short.detail, field="gpus")
     else:
-        impossible = why_impossible(stored_request(row), load_node_views(tx, row.pool_id))
-        if impossible is not None:
-            raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
+        _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
         if not given.queue:
             when = "" if short.earliest is None else f"; could start at {short.earliest.astimezone(UTC).isoformat()}"
             raise SoldOut(f"{short.detail}{when}")
-    reservations.mark_queued(tx, row.reservation_id, "draft", reason=short.detail)
-    announce(tx, row, "queued", reason=short.detail)
+    _queue(tx, row, short.detail)
+
+
+def _queue(tx: Tx, row: Reservation, reason: str) -> None:
+    reservations.mark_queued(tx, row.reservation_id, "draft", reason=reason)
+    announce(tx, row, "queued", reason=reason)
     if row.queue_deadline is not None:
         schedule(tx, "reservation", str(row.reservation_id), row.queue_deadline)
     enqueue(tx, "pool", [str(row.pool_id)])
@@ -191,12 +204,9 @@ def _list(tx: Tx, call: Call, given: ReservationListInput) -> Page[ReservationVi
 
 def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
     resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
-    now = resolved.found.now
-    nodes = load_node_views(tx, resolved.found.pool_id)
-    impossible = why_impossible(resolved.request, nodes)
-    if impossible is not None:
-        raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
-    plan = plan_placement(resolved.request, nodes, now, now + EARLIEST_HORIZON)
+    now, pool_id = resolved.found.now, resolved.found.pool_id
+    _check_possible(tx, call, pool_id, resolved.request, now)
+    plan = call.context.tools.indexes.look(tx, pool_id, resolved.request, now, horizon=now + EARLIEST_HORIZON)
     if isinstance(plan, NoPlan):
         return PreviewOutput(fits=False, start=plan.earliest, end=None, nodes=[], reason=plan.detail)
     names = load_node_names(tx, [part.node_id for part in plan.parts])
@@ -223,7 +233,7 @@ def _release(tx: Tx, call: Call, _: ReleaseInput, target: Target[Reservation]) -
     if row.state in ("draft", "queued", "placed"):
         ending.cancel(tx, row, now)
     elif row.state in ("binding", "active"):
-        ending.end(tx, _tools(call), row, now, cause="released_by_holder")
+        ending.end(tx, call.context.tools, row, now, cause="released_by_holder")
     # releasing and ended: asking again is the same wish
     return Outcome(data=view_one(tx, row.reservation_id))
 
@@ -234,7 +244,7 @@ def _evict(tx: Tx, call: Call, given: EvictInput, target: Target[Reservation]) -
     if row.state in ("draft", "queued", "placed"):
         ending.cancel(tx, row, now, cause="evicted_by_operator", detail=given.reason)
     elif row.state in ("binding", "active"):
-        ending.end(tx, _tools(call), row, now, cause="evicted_by_operator", detail=given.reason)
+        ending.end(tx, call.context.tools, row, now, cause="evicted_by_operator", detail=given.reason)
     return Outcome(data=view_one(tx, row.reservation_id))
 
 
@@ -246,13 +256,13 @@ def _lock(tx: Tx, target: Target[Reservation]) -> Reservation:
 
 def _extend(tx: Tx, call: Call, given: MoveEndInput, target: Target[Reservation]) -> Outcome[ReservationView]:
     row, end = _lock_as_read(tx, target), _aware(given)
-    windows.extend(tx, _tools(call), row, end, row.read_at)
+    windows.extend(tx, call.context.tools, row, end, row.read_at)
     return Outcome(data=view_one(tx, row.reservation_id))
 
 
 def _shrink(tx: Tx, call: Call, given: MoveEndInput, target: Target[Reservation]) -> Outcome[ReservationView]:
     row, end = _lock_as_read(tx, target), _aware(given)
-    windows.shrink(tx, _tools(call), row, end, row.read_at)
+    windows.shrink(tx, call.context.tools, row, end, row.read_at)
     return Outcome(data=view_one(tx, row.reservation_id))
 
 

@@ -38,11 +38,10 @@ from controlplane.capacity.series import NewWindows, Refused, place_windows, pla
 from controlplane.db import outbox, reservations
 from controlplane.db import series as db_series
 from controlplane.db.time import load_now
-from controlplane.db.views import load_node_names, load_node_views
+from controlplane.db.views import load_node_names
 from controlplane.errors import Impossible, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
 from controlplane.model.recurrence import expand
-from controlplane.model.refusals import why_impossible
 from controlplane.model.requests import InvalidRequest
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from controlplane.api.groups.reservation_requests import Resolved
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
-    from controlplane.model.nodeview import NodeView
     from controlplane.model.planner import Plan
     from controlplane.model.recurrence import Occurrence, Recurrence
 
@@ -124,12 +122,15 @@ def _load_new(tx: Tx, call: Call, given: CreateSeries) -> Target[_Asked]:
     return Target(resource, asked)
 
 
-def _plan(tx: Tx, resolved: Resolved, occurrences: Sequence[Occurrence], now: datetime) -> list[Plan | Refused]:
+def _plan(
+    tx: Tx, call: Call, resolved: Resolved, occurrences: Sequence[Occurrence], now: datetime
+) -> list[Plan | Refused]:
     """Raises Impossible."""
-    nodes: list[NodeView] = load_node_views(tx, resolved.found.pool_id)
-    impossible = why_impossible(resolved.request, nodes)
+    indexes, pool_id = call.context.tools.indexes, resolved.found.pool_id
+    impossible = indexes.why_impossible(tx, pool_id, resolved.request, now)
     if impossible is not None:
         raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
+    nodes = indexes.nodes(tx, pool_id, now)
     return plan_windows(resolved.request, occurrences, nodes, resolved.found.limits, now)
 
 
@@ -155,7 +156,7 @@ def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> 
         queue_deadline=None,
         created_by=call.principal.id,
     )
-    plans = _plan(tx, resolved, asked.occurrences, now)
+    plans = _plan(tx, call, resolved, asked.occurrences, now)
     if given.all_or_nothing:
         _check_all(asked.occurrences, plans)
     planned = list(zip(asked.occurrences, plans, strict=True))
@@ -272,7 +273,7 @@ def _list(tx: Tx, call: Call, given: ListSeries) -> Page[SeriesSummary]:
 def _preview(tx: Tx, call: Call, given: PreviewSeries) -> PlannedSeries:
     now = load_now(tx)
     resolved, _, occurrences = _resolve(tx, call, given, now)
-    plans = _plan(tx, resolved, occurrences, now)
+    plans = _plan(tx, call, resolved, occurrences, now)
     names = load_node_names(
         tx, sorted({part.node_id for plan in plans if not isinstance(plan, Refused) for part in plan.parts})
     )

@@ -44,7 +44,9 @@ async def open_ledger(dsn: Dsn, *, nodes: int = 1) -> AsyncGenerator[tuple[Ledge
                 fleet.tenant_id,
             )
             # the API orders releases with a key of its own
-            fleet.verifier = Verifier({KeyClass.INTENT: [fleet.tools.signer.public_key, api.context.signer.public_key]})
+            fleet.verifier = Verifier(
+                {KeyClass.INTENT: [fleet.tools.signer.public_key, api.context.tools.signer.public_key]}
+            )
             yield fleet, api
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from controlplane.capacity.place import LedgerTools
-from controlplane.capacity.waiting import place_queued
+from controlplane.capacity.batch import place_batch
 from tests.support.api import open_api
 from tests.support.ledgers import FROZEN_TIME, START, insert_node
 
@@ -122,14 +121,12 @@ async def test_a_limit_that_comes_while_it_waits_keeps_it_waiting(
         assert waiting["state"] == "queued"
         await api.ok("pools/update", pool="h100", **limit)
         await api.ok("nodes/uncordon", node="node-0")
-        reservation_id = 1
-        tools = LedgerTools(api.context.signer, api.context.ids)
-        await api.context.db.run_tx(place_queued, tools, reservation_id, {})
+        await api.context.db.run_tx(place_batch, api.context.tools, 1, limit=1)
         still = await api.ok("reservations/get", id=waiting["id"])
         assert still["state"] == "queued"
         assert still["pending_reason"].startswith(said)
         await api.ok("pools/update", pool="h100", **dict.fromkeys(limit, None))
-        await api.context.db.run_tx(place_queued, tools, reservation_id, {})
+        await api.context.db.run_tx(place_batch, api.context.tools, 1, limit=1)
         assert (await api.ok("reservations/get", id=waiting["id"]))["state"] in ("binding", "placed")
 
 

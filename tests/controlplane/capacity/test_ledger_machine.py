@@ -31,6 +31,7 @@ from controlplane.db import ledger, reservations
 from controlplane.db.pool import DatabaseStatistics
 from controlplane.db.time import load_now
 from controlplane.db.tx import run_transaction
+from controlplane.errors import ApiError
 from controlplane.fleet import retire
 from controlplane.fleet.lifecycle import update_impairment
 from tests.support.ledgers import LedgerFleet, make_fleet
@@ -174,7 +175,12 @@ class LedgerMachine(RuleBasedStateMachine):
             end = row.window_end + timedelta(seconds=seconds)
             if end <= max(now, row.window_start):
                 return False
-            return windows.move_end(tx, self.fleet.tools, row, end, now) is None
+            change = windows.extend if end > row.window_end else windows.shrink
+            try:
+                change(tx, self.fleet.tools, row, end, now)
+            except ApiError:
+                return False
+            return True
 
         self._locked(reservation, move)
         assert self._units(reservation) == before

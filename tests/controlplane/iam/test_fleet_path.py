@@ -108,7 +108,7 @@ class Region:
 
     async def obey(self, machine: Machine) -> None:
         """The machine signs a hold for each assignment, and a release for each tombstone, of its spec."""
-        keys = [self.fleet.tools.signer.public_key, self.api.context.signer.public_key]
+        keys = [self.fleet.tools.signer.public_key, self.api.context.tools.signer.public_key]
         envelope = await self.fleet.run(specs.load_spec_envelope, machine.node_id)
         assert envelope is not None
         spec = decode_payload(SpecPayload, Verifier({KeyClass.INTENT: keys}).open(envelope, Context.INTENT_SPEC))
@@ -160,7 +160,7 @@ async def open_region(dsn: Dsn, directory: Path) -> AsyncGenerator[Region]:
 
     async with open_fleet(dsn, directory) as fleet, open_api(dsn, wrap_iam=count) as api:
         fleet.execute("revoke usage on schema iam from bc_worker")
-        registry = build_registry(WorkerParts(fleet.db, fleet.tools))
+        registry = build_registry(WorkerParts(fleet.db, fleet.tools, "worker", 100))
         region = Region(fleet, api, registry, counting[0], [make_machine(name) for name in ("a", "b")])
         # whatever the API caches of its caller is asked for now, and not in the middle
         await api.ok("reservations/list")

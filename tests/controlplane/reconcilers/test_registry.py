@@ -11,7 +11,7 @@ from controlplane.reconcilers.registry import Registry, WorkerParts, build_regis
 
 def registry() -> Registry:
     nothing = cast("Any", None)  # describing a reconciler uses none of its parts
-    return build_registry(WorkerParts(nothing, nothing))
+    return build_registry(WorkerParts(nothing, nothing, "worker", 100))
 
 
 def test_every_queue_is_served() -> None:

@@ -53,7 +53,7 @@ async def test_a_new_intent_key(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         await fleet.reserve(4)
         signer = IntentSigner(Ed25519PrivateKey.generate())
-        fleet.tools = LedgerTools(signer, fleet.tools.ids)
+        fleet.tools = LedgerTools(signer, fleet.tools.ids, fleet.tools.indexes)
         fleet.verifier = Verifier({KeyClass.INTENT: [signer.public_key]})
         assert await rewrite(fleet)
         assert len((await fleet.spec(fleet.nodes[0])).assignments) == 1

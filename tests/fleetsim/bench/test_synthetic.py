@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from controlplane.api import doctor
+from controlplane.capacity.indexes import PoolIndexes
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import specs
 from controlplane.db.pool import DatabaseConfig, open_database
@@ -54,7 +55,7 @@ async def test_doctor_finds_nothing_wrong_with_it(dsn: Dsn, held: float) -> None
 
 
 async def test_the_product_sees_nothing_to_mend_in_its_specs(dsn: Dsn) -> None:
-    tools = LedgerTools(WRITER.signer, WRITER.ids)
+    tools = LedgerTools(WRITER.signer, WRITER.ids, indexes=PoolIndexes())
     verifier = Verifier({KeyClass.INTENT: [WRITER.signer.public_key]})
     async with open_database(DatabaseConfig(dsn.admin)) as db:
         fleet = await write(db, 4, held=1.0)

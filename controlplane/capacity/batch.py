@@ -1,0 +1,176 @@
+"""Places queued reservations many at a time: one transaction for up to some hundred of them.
+
+A batch is the inline placer's work done set-wise, with the same guarded statements: claim the rows of
+the queue that nobody else has locked, take quota in memory, plan each around those before it, lock
+all nodes of the plans, and commit. Whatever loses on the way, to a cordon or to somebody else's
+booking, stays queued and is planned anew in the next batch; the others are not held up by it.
+
+Specs are signed by the spec reconciler afterwards: a hold's generation is the one that the node's
+next spec will have, so the two need not be one transaction, and a node that took ten reservations of
+a batch is signed for once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controlplane.capacity.place import (
+    BIND_TIMEOUT,
+    GUARDS,
+    Contended,
+    commitment,
+    next_look,
+    placement_request,
+    request_at,
+)
+from controlplane.capacity.quota import open_quotas, window_of
+from controlplane.db import reservation_events, reservations
+from controlplane.db.placements import commit_parts, current_xid, drop_incomplete, lock_planned_nodes, mark_all_placed
+from controlplane.db.places import load_window_limits
+from controlplane.db.queue import enqueue
+from controlplane.db.time import load_now
+from controlplane.db.tx import CheckConflict
+from controlplane.model.planner import NoPlan
+from controlplane.model.requests import InvalidRequest, check_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from controlplane.capacity.place import LedgerTools
+    from controlplane.capacity.quota import QuotaBook
+    from controlplane.db.leases import Fence
+    from controlplane.db.placements import Commitment
+    from controlplane.db.reservations import Reservation
+    from controlplane.db.tx import Tx
+    from controlplane.model.requests import WindowLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a batch went.
+
+    Attributes:
+        claimed: rows of the queue that were looked at.
+        last: the reservation_id of the last of them: the next batch of the same pass goes on behind it.
+        placed: how many of them were placed.
+        lost: how many had a plan that something else was faster than.
+    """
+
+    claimed: int
+    last: int
+    placed: int
+    lost: int
+
+    @property
+    def waiting(self) -> int:
+        return self.claimed - self.placed
+
+
+def place_batch(
+    tx: Tx,
+    tools: LedgerTools,
+    pool_id: int,
+    *,
+    limit: int,
+    after: int = 0,
+    only: Sequence[int] | None = None,
+    fence: Fence | None = None,
+) -> Batch:
+    """Place what fits of the next `limit` reservations that are queued for a pool.
+
+    Args:
+        after: look only at reservations with higher ids.
+        only: look only at these.
+        fence: the pool's lease.
+
+    Raises:
+        StaleEpoch: the lease is somebody else's.
+        Contended: vCPUs or memory of a node were taken meanwhile; nothing may be kept of this transaction.
+    """
+    if fence is not None:
+        fence.check(tx)
+    now = load_now(tx)
+    rows = reservations.lock_queued(tx, pool_id, after=after, only=only, limit=limit)
+    if not rows:
+        return Batch(0, after, 0, 0)
+    book = open_quotas(tx, rows)
+    limits = load_window_limits(tx, pool_id)
+    reasons: dict[int, str] = {}
+    asked: list[Reservation] = []
+    for row in rows:
+        why = _beyond(limits, row, now) or _short(book, row, now)
+        if why is None:
+            asked.append(row)
+        else:
+            reasons[row.reservation_id] = why
+    plans = tools.indexes.plan_all(tx, pool_id, [request_at(row, now) for row in asked], now, horizon=None)
+    planned: list[Commitment] = []
+    for row, plan in zip(asked, plans, strict=True):
+        if isinstance(plan, NoPlan):
+            reasons[row.reservation_id] = plan.detail
+        else:
+            planned.append(commitment(tools, row, plan))
+    done = _commit_all(tx, tools, pool_id, planned, now)
+    placed = {commitment.reservation_id for commitment in done}
+    for row in asked:
+        if row.reservation_id not in placed:
+            book.give_back(row)
+    book.write(tx)
+    _say_why(tx, reasons)
+    return Batch(len(rows), rows[-1].reservation_id, len(placed), len(planned) - len(done))
+
+
+def _beyond(limits: WindowLimits, row: Reservation, now: datetime) -> str | None:
+    """Why the pool no longer takes such a window: limits that were set while it waited, and may be lifted again."""
+    try:
+        check_limits(limits, placement_request(row), now)
+    except InvalidRequest as exc:
+        return str(exc)
+    return None
+
+
+def _short(book: QuotaBook, row: Reservation, now: datetime) -> str | None:
+    short = book.take(row, window_of(row, now))
+    return None if short is None else short.detail
+
+
+def _commit_all(
+    tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], now: datetime
+) -> Sequence[Commitment]:
+    """Commit what can be committed of these plans; returns those that were."""
+    if not planned:
+        return ()
+    seen = {part.node_id: part.placement_gen for one in planned for part in one.plan.parts}
+    pool = lock_planned_nodes(tx, pool_id, seen)
+    ready = [one for one in planned if all(part.node_id in pool.names for part in one.plan.parts)]
+    complete: set[int] = set()
+    if ready:
+        try:
+            complete = commit_parts(tx, pool_id, ready)
+        except CheckConflict as conflict:
+            if conflict.constraint not in GUARDS:
+                raise
+            raise Contended(conflict.constraint) from conflict
+    done = [one for one in ready if one.reservation_id in complete]
+    if len(done) < len(ready):
+        drop_incomplete(tx, [one.reservation_id for one in ready if one.reservation_id not in complete])
+    if done:
+        looks = [next_look(one.plan, now) for one in done]
+        if not mark_all_placed(tx, pool, done, now=now, bind_deadline=now + BIND_TIMEOUT, looks=looks):
+            raise Contended("reservation")
+    taken = {part.node_id for one in done for part in one.plan.parts}
+    lost = {part.node_id for one in planned if one.reservation_id not in complete for part in one.plan.parts}
+    tools.indexes.doubt(pool_id, lost)
+    tools.indexes.note_own(pool_id, current_xid(tx), taken - lost)
+    enqueue(tx, "spec", {str(part.node_id) for one in done if one.plan.starts_now for part in one.plan.parts})
+    return done
+
+
+def _say_why(tx: Tx, reasons: dict[int, str]) -> None:
+    """Note why reservations wait, and tell those for whom it is news."""
+    if not reasons:
+        return
+    for reservation_id in reservations.set_pending_reasons(tx, reasons):
+        reservation_events.publish(tx, "queued", reservation_id, {"reason": reasons[reservation_id]})

@@ -1,0 +1,346 @@
+"""The guarded statements that commit plans, one reservation or two hundred at a time.
+
+Both placers use these, in this order, in one transaction:
+
+    lock_planned_nodes   nothing may have changed about the nodes since they were planned on
+    commit_parts         bookings and, for windows that are open, holds and counters
+    drop_incomplete      whoever did not get all of its parts gives the others back
+    mark_all_placed      reservations, events, and when to look again
+
+Rows go in the order of their nodes, and a row that loses against somebody else's is left out
+(ON CONFLICT DO NOTHING) rather than waited for in a deadlock. What was left out shows in what comes
+back: the constraints decide, whatever the planner believed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from controlplane.db.packed import pack
+from controlplane.db.spans import encode_spans
+from controlplane.model.shards import shard_of
+from shared.ids import new_id
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from datetime import datetime
+
+    from controlplane.db.reservations import Reservation
+    from controlplane.db.tx import Tx
+    from controlplane.model.planner import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Commitment:
+    """A plan to be committed. `allocation_ids`: a new public id for each part, if it is to be held."""
+
+    reservation: Reservation
+    plan: Plan
+    allocation_ids: Sequence[str]
+
+    @property
+    def reservation_id(self) -> int:
+        return self.reservation.reservation_id
+
+
+@dataclass(frozen=True, slots=True)
+class LockedPool:
+    """What events say of a pool, and the names of its nodes that are locked and as they were planned on."""
+
+    slug: str
+    gpu_model: str | None
+    names: Mapping[int, str]
+
+
+def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedPool:
+    """Lock nodes in the order of their ids, and check what they were planned with.
+
+    Args:
+        seen: the `placement_gen` of each node, as it was planned on.
+
+    Returns:
+        Those that may still be placed on and have not changed otherwise.
+    """
+    rows = tx.tuples(
+        """
+        select n.node_id, n.name, n.placement_gen, n.placeable, p.slug, p.gpu_model
+        from node n join pool p using (pool_id)
+        where n.node_id = any(string_to_array(%(nodes)s, ';')::int4[]) and n.pool_id = %(pool)s
+        order by n.node_id for no key update of n
+        """,
+        {"nodes": pack(sorted(seen)), "pool": pool_id},
+    )
+    names = {node_id: name for node_id, name, gen, placeable, *_ in rows if placeable and gen == seen[node_id]}
+    return LockedPool(rows[0][4], rows[0][5], names) if rows else LockedPool("", None, names)
+
+
+_COMMIT_PARTS = """
+with asked as materialized (
+  select node_id, reservation_id, spans::int4multirange as spans, slots, vcpus, memory_mib, starts, ends,
+         allocation, at
+  from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(reservations)s, ';')::int8[],
+              string_to_array(%(spans)s, ';'), string_to_array(%(slots)s, ';'),
+              string_to_array(%(vcpus)s, ';')::int4[],
+              string_to_array(%(memory)s, ';')::int8[], string_to_array(%(starts)s, ';')::timestamptz[],
+              string_to_array(%(ends)s, ';', '')::timestamptz[], string_to_array(%(allocations)s, ';', ''))
+       with ordinality
+       as t (node_id, reservation_id, spans, slots, vcpus, memory_mib, starts, ends, allocation, at)
+), booked as (
+  insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
+  select reservation_id, %(pool)s, node_id, spans, tstzrange(starts, ends, '[)'), vcpus, memory_mib
+  from asked order by at
+  on conflict do nothing
+  returning reservation_id, node_id
+), held as (
+  insert into allocation (public_id, reservation_id, node_id, spans, vcpus, memory_mib, device_uuids,
+                          incarnation, generation)
+  select a.allocation, a.reservation_id, a.node_id, a.spans, a.vcpus, a.memory_mib,
+         array(select d.uuid from device d
+               where d.node_id = a.node_id and d.retired_at is null
+                 and d.slot = any(string_to_array(a.slots, ',')::int2[])
+               order by d.slot),
+         c.incarnation, coalesce(s.generation, 0) + 1
+  from asked a join booked using (reservation_id, node_id)
+  cross join cluster c left join node_spec s on s.node_id = a.node_id
+  where a.allocation is not null
+  order by a.at
+  on conflict do nothing
+  returning reservation_id, node_id, cardinality(device_uuids) as gpus, vcpus, memory_mib
+), counted as (
+  update node_capacity c
+  set gpu_held = gpu_held + h.gpus, vcpu_held = vcpu_held + h.vcpus,
+      memory_mib_held = memory_mib_held + h.memory_mib
+  from (select node_id, sum(gpus)::int4 as gpus, sum(vcpus)::int4 as vcpus, sum(memory_mib)::int8 as memory_mib
+        from held group by node_id) h
+  where c.node_id = h.node_id
+    and (h.vcpus = 0 or c.vcpu_held + h.vcpus <= c.vcpu_total)
+    and (h.memory_mib = 0 or c.memory_mib_held + h.memory_mib <= c.memory_mib_total)
+  returning c.node_id
+)
+select 'booked', reservation_id, node_id from booked
+union all select 'held', reservation_id, node_id from held
+union all select 'counted', null, node_id from counted
+"""
+
+
+def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set[int]:
+    """Book, hold and count the parts of plans whose nodes are locked.
+
+    A hold's generation is that of the node's next spec: only that one can be the first to carry it.
+
+    Returns:
+        The reservations that got all of their parts. Of the others some rows may have been written;
+        `drop_incomplete` takes them back.
+
+    Raises:
+        CheckConflict: booking_scalar_capacity, for all together.
+    """
+    parts = sorted(
+        (
+            part.node_id,
+            one.reservation_id,
+            encode_spans(part.spans),
+            ",".join(map(str, part.slots)),
+            part.vcpus,
+            part.memory_mib,
+            window,
+            allocation_id,
+        )
+        for one in commitments
+        for window in [(one.plan.window.start, one.plan.window.end)]
+        for part, allocation_id in zip(one.plan.parts, one.allocation_ids or [""] * len(one.plan.parts), strict=True)
+    )
+    nodes, reservations, spans, slots, vcpus, memory, windows, allocations = zip(*parts, strict=True)
+    rows = tx.tuples(
+        _COMMIT_PARTS,
+        {
+            "pool": pool_id,
+            "nodes": pack(nodes),
+            "reservations": pack(reservations),
+            "spans": pack(spans),
+            "slots": pack(slots),
+            "vcpus": pack(vcpus),
+            "memory": pack(memory),
+            "starts": pack(start for start, _ in windows),
+            "ends": pack(end for _, end in windows),
+            "allocations": pack(allocations),
+        },
+    )
+    found: dict[str, set[tuple[int | None, int]]] = {"booked": set(), "held": set(), "counted": set()}
+    for what, reservation_id, node_id in rows:
+        found[what].add((reservation_id, node_id))
+    return {one.reservation_id for one in commitments if _is_complete(one, found)}
+
+
+def _is_complete(one: Commitment, found: Mapping[str, Collection[tuple[int | None, int]]]) -> bool:
+    for part in one.plan.parts:
+        key = (one.reservation_id, part.node_id)
+        if key not in found["booked"]:
+            return False
+        if one.allocation_ids and not (key in found["held"] and (None, part.node_id) in found["counted"]):
+            return False
+    return True
+
+
+def drop_incomplete(tx: Tx, reservation_ids: Collection[int]) -> None:
+    """Take back what `commit_parts` wrote for these, as if it had not been tried."""
+    tx.execute(
+        """
+        with held as (
+          delete from allocation where reservation_id = any(%(ids)s) and state = 'binding'
+          returning node_id, cardinality(device_uuids) as gpus, vcpus, memory_mib
+        ), booked as (
+          delete from booking where reservation_id = any(%(ids)s)
+        )
+        update node_capacity c
+        set gpu_held = gpu_held - h.gpus, vcpu_held = vcpu_held - h.vcpus,
+            memory_mib_held = memory_mib_held - h.memory_mib
+        from (select node_id, sum(gpus)::int4 as gpus, sum(vcpus)::int4 as vcpus, sum(memory_mib)::int8 as memory_mib
+              from held group by node_id) h
+        where c.node_id = h.node_id
+        """,
+        {"ids": sorted(reservation_ids)},
+    )
+
+
+def mark_all_placed(
+    tx: Tx,
+    pool: LockedPool,
+    commitments: Sequence[Commitment],
+    *,
+    now: datetime,
+    bind_deadline: datetime,
+    looks: Sequence[datetime],
+) -> bool:
+    """`draft` or `queued` to `placed`, or to `binding` for those that are held; with their events.
+
+    Args:
+        looks: when each reservation's clock has something to do next.
+
+    Returns:
+        Whether all were in one of these states. If not, nothing may be kept of this transaction.
+    """
+    events = [event for one in commitments for event in _events(pool, one)]
+    went = tx.value(
+        """
+        with placed as (
+          update reservation r
+          set state = a.state, during = tstzrange(a.starts, a.ends, '[)'), placed_at = %(now)s, pending_reason = '',
+              bind_deadline = case when a.state = 'binding' then %(bind_deadline)s::timestamptz end,
+              bind_attempts = r.bind_attempts + (a.state = 'binding')::int, version = version + 1
+          from unnest(string_to_array(%(ids)s, ';')::int8[], string_to_array(%(states)s, ';'),
+                      string_to_array(%(starts)s, ';')::timestamptz[],
+                      string_to_array(%(ends)s, ';', '')::timestamptz[]) as a (reservation_id, state, starts, ends)
+          where r.reservation_id = a.reservation_id and r.state in ('draft', 'queued')
+          returning r.reservation_id
+        ), said as (
+          insert into outbox (event_id, kind, subject, tenant_id, data)
+          select event_id, kind, subject, tenant_id, data
+          from unnest(string_to_array(%(event_ids)s, ';'), string_to_array(%(kinds)s, ';'),
+                      string_to_array(%(subjects)s, ';'), string_to_array(%(tenants)s, ';')::int4[],
+                      string_to_array(%(data)s, E'\x1e')::jsonb[])
+               with ordinality as e (event_id, kind, subject, tenant_id, data, at)
+          order by at
+        ), due as (
+          insert into work_queue as w (queue, key, shard, due_at)
+          select 'reservation', key, shard, look
+          from unnest(string_to_array(%(ids)s, ';'), string_to_array(%(shards)s, ';')::int2[],
+                      string_to_array(%(looks)s, ';')::timestamptz[]) as l (key, shard, look)
+          order by key
+          on conflict (queue, key) do update
+            set generation = w.generation + 1, due_at = least(w.due_at, excluded.due_at)
+        )
+        select count(*) from placed
+        """,
+        {
+            "ids": pack(one.reservation_id for one in commitments),
+            "states": pack("binding" if one.plan.starts_now else "placed" for one in commitments),
+            "starts": pack(one.plan.window.start for one in commitments),
+            "ends": pack(one.plan.window.end for one in commitments),
+            "looks": pack(looks),
+            "shards": pack(shard_of(str(one.reservation_id)) for one in commitments),
+            "event_ids": pack(new_id("evt") for _ in events),
+            "kinds": pack(kind for _, kind, _ in events),
+            "subjects": pack(one.reservation.public_id for one, _, _ in events),
+            "tenants": pack(one.reservation.tenant_id for one, _, _ in events),
+            # a control character, which JSON never has as it is
+            "data": "\x1e".join(data for _, _, data in events),
+            "now": now,
+            "bind_deadline": bind_deadline,
+        },
+    )
+    tx.wake("bc_events")
+    return went == len(commitments)
+
+
+def _events(pool: LockedPool, one: Commitment) -> list[tuple[Commitment, str, str]]:
+    """What `reservation_events.publish` would say, from what is known here: kinds with their data as JSON."""
+    reservation = one.reservation
+    data: dict[str, object] = {
+        "pool": pool.slug,
+        "gpu_model": pool.gpu_model,
+        "node_count": reservation.nodes,
+        "whole_node": reservation.whole_node,
+        "gpus": reservation.gpus,
+        "gpus_per_node": reservation.gpus_per_node,
+        "vcpus": reservation.vcpus_per_node * reservation.nodes,
+        "memory_mib": reservation.memory_mib_per_node * reservation.nodes,
+        "nodes": [pool.names[part.node_id] for part in one.plan.parts],
+    }
+    events = [(one, "reservation.placed", _json({**data, "start": one.plan.window.start}))]
+    return [*events, (one, "reservation.binding", _json(data))] if one.plan.starts_now else events
+
+
+def _json(data: object) -> str:
+    return msgspec.json.encode(data).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What of a pool has changed.
+
+    Attributes:
+        position: where the next look must begin.
+        own: the transaction that looks, if it has written; it may go on to change what it has changed.
+        nodes: (transaction, node) pairs; some may have been returned by an earlier look already.
+    """
+
+    position: int
+    own: int | None
+    nodes: frozenset[tuple[int, int]]
+
+
+def load_changes(tx: Tx, pool_id: int, since: int | None) -> Changes:
+    """Look at what has changed since a position; None is for a position to begin with."""
+    (position, own, _), *rows = tx.tuples(
+        """
+        select pg_snapshot_xmin(pg_current_snapshot())::text::int8, pg_current_xact_id_if_assigned()::text::int8, 0
+        union all
+        select null, xid::text::int8, node_id from placement_change
+        where pool_id = %(pool)s and xid >= %(since)s::text::xid8
+        """,
+        {"pool": pool_id, "since": since},
+    )
+    return Changes(position, own, frozenset((xid, node_id) for _, xid, node_id in rows))
+
+
+def current_xid(tx: Tx) -> int:
+    """The number of this transaction, as `placement_change` has it."""
+    xid = tx.value("select pg_current_xact_id()::text::int8")
+    assert isinstance(xid, int)
+    return xid
+
+
+def prune_changes(tx: Tx, *, older_than_s: float, limit: int) -> int:
+    """Forget changes that every index has read or is loaded anew without; return how many went."""
+    return tx.execute(
+        """
+        delete from placement_change where ctid = any (array(
+          select ctid from placement_change
+          where at < compute_now() - make_interval(secs => %(older_than_s)s) limit %(limit)s))
+        """,
+        {"older_than_s": older_than_s, "limit": limit},
+    )

@@ -1,0 +1,180 @@
+"""Batches: many queued reservations in one transaction, the losers left for the next one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from controlplane.capacity.batch import Batch, place_batch
+from controlplane.capacity.indexes import PoolIndexes
+from controlplane.capacity.place import LedgerTools
+from controlplane.db import leases, reservations
+from controlplane.db.leases import Fence, StaleEpoch
+from controlplane.reconcilers.placement import placement_reconciler
+from controlplane.reconcilers.specs import rewrite_if_stale
+from tests.support.ledgers import LedgerFleet, open_fleet
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from tests.support.postgres import Dsn
+
+
+async def queue(fleet: LedgerFleet, gpus: int, **request: Any) -> int:
+    reservation_id = await fleet.draft(gpus, **request)
+    assert await fleet.run(reservations.mark_queued, reservation_id, "draft", reason="")
+    return reservation_id
+
+
+async def place(fleet: LedgerFleet, limit: int = 100, after: int = 0) -> Batch:
+    return await fleet.run(place_batch, fleet.tools, fleet.pool_id, limit=limit, after=after)
+
+
+async def states(fleet: LedgerFleet, ids: list[int]) -> list[str]:
+    return [(await fleet.load(reservation_id)).state for reservation_id in ids]
+
+
+def elsewhere(fleet: LedgerFleet) -> LedgerTools:
+    """What another process has: the same keys, and an index of its own."""
+    return LedgerTools(fleet.tools.signer, fleet.tools.ids, PoolIndexes())
+
+
+async def test_a_batch_places_what_fits_in_order_and_says_why_the_rest_waits(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        ids = [await queue(fleet, gpus) for gpus in (8, 4, 2, 8, 1, 2)]
+        later = await queue(fleet, 8, start_s=7200)
+        batch = await place(fleet)
+        assert (batch.claimed, batch.last, batch.placed, batch.lost, batch.waiting) == (7, later, 5, 0, 2)
+        assert await states(fleet, ids) == ["binding", "binding", "binding", "queued", "binding", "queued"]
+        assert await states(fleet, [later]) == ["placed"]
+        assert (await fleet.load(ids[5])).pending_reason == "needs 2 GPUs on one node; most free on one node: 1"
+        fleet.assert_sound()
+        queued = fleet.execute("select subject, data->>'reason' from outbox where kind = 'reservation.queued'")
+        assert len(queued) == 2
+        assert fleet.execute("select count(*) from outbox where kind = 'reservation.placed'") == [(5,)]
+        assert fleet.execute("select count(*) from outbox where kind = 'reservation.binding'") == [(4,)]
+        # nothing is news a second time
+        assert (await place(fleet)).placed == 0
+        assert fleet.execute("select count(*) from outbox where kind = 'reservation.queued'") == [(2,)]
+
+
+async def test_holds_of_a_batch_are_bound_by_the_spec_that_is_written_after_it(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        ids = [await queue(fleet, 4), await queue(fleet, 4)]
+        await place(fleet)
+        keys = fleet.execute("select queue, key from work_queue where queue = 'spec'")
+        assert keys == [("spec", str(fleet.nodes[0].node_id))]
+        assert await fleet.run(rewrite_if_stale, fleet.tools, fleet.nodes[0].node_id)
+        assert len((await fleet.spec(fleet.nodes[0])).assignments) == 2
+        for reservation_id in ids:
+            await fleet.bound(await fleet.load(reservation_id))
+        assert await states(fleet, ids) == ["active", "active"]
+        fleet.assert_sound()
+
+
+async def test_a_gang_is_placed_whole_or_not_at_all(dsn: Dsn) -> None:
+    """Two gangs of three nodes on four: one has them, the other holds nothing."""
+    async with open_fleet(dsn, nodes=4) as fleet:
+        ids = [await queue(fleet, 8, nodes=3), await queue(fleet, 8, nodes=3), await queue(fleet, 8)]
+        assert (await place(fleet)).placed == 2
+        assert await states(fleet, ids) == ["binding", "queued", "binding"]
+        assert fleet.execute("select count(*) from booking") == [(4,)]
+        fleet.assert_sound()
+
+
+async def test_a_stale_index_costs_a_plan_and_never_a_double_booking(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        other = elsewhere(fleet)
+        first = await queue(fleet, 1)
+        await fleet.run(place_batch, other, fleet.pool_id, limit=1, only=[first])
+        # here the index is loaded; what the other process books next is not in it
+        ids = [await queue(fleet, 8), await queue(fleet, 7), await queue(fleet, 8, nodes=2)]
+        await fleet.run(fleet.tools.indexes.nodes, fleet.pool_id, (await fleet.load(first)).created_at)
+        await fleet.run(place_batch, other, fleet.pool_id, limit=1, only=[ids[0]])
+        await place(fleet)
+        assert await states(fleet, ids) == ["binding", "binding", "queued"]
+        fleet.assert_sound()
+
+
+async def test_a_part_that_was_taken_meanwhile_costs_its_reservation_alone(dsn: Dsn, monkeypatch: Any) -> None:
+    """The index is made to miss a booking; the constraint does not."""
+    async with open_fleet(dsn, nodes=2) as fleet:
+        blind = PoolIndexes()
+        tools = LedgerTools(fleet.tools.signer, fleet.tools.ids, blind)
+        await fleet.run(blind.nodes, fleet.pool_id, (await fleet.load(await fleet.draft(1))).created_at)
+        monkeypatch.setattr(blind, "_read_changes", lambda *_: False)
+        assert (await fleet.reserve(1)).state == "binding"
+        gang, single = await queue(fleet, 8, nodes=2), await queue(fleet, 4)
+        lost = await fleet.run(place_batch, tools, fleet.pool_id, limit=2)
+        assert (lost.placed, lost.lost) == (0, 1)
+        # its nodes have been read again, so the next batch knows better
+        assert (await fleet.run(place_batch, tools, fleet.pool_id, limit=2)).placed == 1
+        assert await states(fleet, [gang, single]) == ["queued", "binding"]
+        fleet.assert_sound()
+
+
+async def test_a_node_that_was_cordoned_meanwhile_is_not_placed_on(dsn: Dsn, monkeypatch: Any) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        reservation_id = await queue(fleet, 1)
+        await fleet.run(fleet.tools.indexes.nodes, fleet.pool_id, (await fleet.load(reservation_id)).created_at)
+        with monkeypatch.context() as patch:
+            patch.setattr(fleet.tools.indexes, "_read_changes", lambda *_: False)
+            fleet.execute("update node set cordoned = true")
+            batch = await place(fleet)
+        assert (batch.placed, batch.lost) == (0, 1)
+        assert (await place(fleet)).lost == 0
+        assert (await fleet.load(reservation_id)).pending_reason == "no node of this pool is schedulable: 1 cordoned"
+
+
+async def test_vcpus_that_were_taken_meanwhile_are_planned_again_in_a_new_transaction(
+    dsn: Dsn, monkeypatch: Any
+) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        ids = [await queue(fleet, 0, vcpus=40), await queue(fleet, 0, vcpus=40)]
+        await fleet.run(fleet.tools.indexes.nodes, fleet.pool_id, (await fleet.load(ids[0])).created_at)
+        monkeypatch.setattr(fleet.tools.indexes, "_read_changes", lambda *_: False)
+        await fleet.run(place_batch, elsewhere(fleet), fleet.pool_id, limit=1, only=ids[:1])
+        await place(fleet)
+        assert await states(fleet, ids) == ["binding", "binding"]
+        fleet.assert_sound()
+
+
+async def test_only_the_holder_of_the_pools_lease_places(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        reservation_id = await queue(fleet, 1)
+        epoch = await fleet.run(leases.acquire, "placer:1", "one", 60)
+        assert epoch is not None
+        fleet.advance(61)
+        assert await fleet.run(leases.acquire, "placer:1", "two", 60) is not None
+        with pytest.raises(StaleEpoch):
+            await fleet.run(place_batch, fleet.tools, 1, limit=1, fence=Fence("placer:1", "one", epoch))
+        assert await states(fleet, [reservation_id]) == ["queued"]
+        reconciler = placement_reconciler(fleet.db, fleet.tools, worker_id="three", max_batch=10)
+        await reconciler.reconcile("1")
+        assert await states(fleet, [reservation_id]) == ["queued"]
+        fleet.advance(61)
+        await reconciler.reconcile("1")
+        assert await states(fleet, [reservation_id]) == ["binding"]
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 100])
+async def test_a_pass_goes_through_the_whole_queue(dsn: Dsn, max_batch: int) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        ids = [await queue(fleet, gpus) for gpus in (16, 8, 9, 4, 4, 1)]
+        reconciler = placement_reconciler(fleet.db, fleet.tools, worker_id="one", max_batch=max_batch)
+        await reconciler.reconcile(str(fleet.pool_id))
+        assert await states(fleet, ids) == ["queued", "binding", "queued", "binding", "binding", "queued"]
+        fleet.assert_sound()
+
+
+async def test_what_is_being_cancelled_is_passed_by(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        ids = [await queue(fleet, 1), await queue(fleet, 1)]
+
+        with psycopg.connect(fleet.owner_dsn) as other:
+            other.execute("select from reservation where reservation_id = %s for update", (ids[0],))
+            batch = await place(fleet)
+        assert (batch.claimed, batch.placed) == (1, 1)
+        assert await states(fleet, ids) == ["queued", "binding"]
