@@ -128,29 +128,30 @@ CREATE FUNCTION public.compute_now() RETURNS timestamp with time zone
     LANGUAGE sql STABLE PARALLEL SAFE
     AS $$ select statement_timestamp() $$;
 
--- function device_bump_placement_gen()
+-- function device_changed()
 
-CREATE FUNCTION public.device_bump_placement_gen() RETURNS trigger
+CREATE FUNCTION public.device_changed() RETURNS trigger
     LANGUAGE plpgsql
     AS $$
+declare
+  nodes int4[];
 begin
-  update node set placement_gen = placement_gen + 1
-  where node_id = coalesce(new.node_id, old.node_id);
-  return null;
-end $$;
-
--- function device_count()
-
-CREATE FUNCTION public.device_count() RETURNS trigger
-    LANGUAGE plpgsql
-    AS $$
-begin
-  if tg_op <> 'INSERT' and old.retired_at is null then
-    update node_capacity set gpu_total = gpu_total - 1 where node_id = old.node_id;
+  if tg_op = 'INSERT' then
+    select array_agg(distinct node_id) into nodes from new_rows;
+  elsif tg_op = 'DELETE' then
+    select array_agg(distinct node_id) into nodes from old_rows;
+  else
+    select array_agg(distinct at.node_id) into nodes
+    from old_rows o join new_rows n using (device_id)
+    cross join lateral (values (o.node_id), (n.node_id)) as at (node_id)
+    where (o.node_id, o.slot, o.health, o.nvlink_group, o.retired_at)
+          is distinct from (n.node_id, n.slot, n.health, n.nvlink_group, n.retired_at);
   end if;
-  if tg_op <> 'DELETE' and new.retired_at is null then
-    insert into node_capacity (node_id, gpu_total) values (new.node_id, 1)
-    on conflict (node_id) do update set gpu_total = node_capacity.gpu_total + 1;
+  if nodes is not null then
+    perform from node where node_id = any(nodes) order by node_id for no key update;
+    update node set placement_gen = placement_gen + 1 where node_id = any(nodes);
+    insert into node_capacity (node_id) select unnest(nodes) on conflict do nothing;
+    perform node_recount_gpus(nodes);
   end if;
   return null;
 end $$;
@@ -175,6 +176,54 @@ CREATE FUNCTION public.node_bump_placement_gen() RETURNS trigger
 begin
   new.placement_gen := old.placement_gen + 1;
   return new;
+end $$;
+
+-- function node_capacity_recount()
+
+CREATE FUNCTION public.node_capacity_recount() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  perform node_recount_gpus(array[new.node_id]);
+  return null;
+end $$;
+
+-- function node_recount_gpus(integer[])
+
+CREATE FUNCTION public.node_recount_gpus(p_node_ids integer[]) RETURNS void
+    LANGUAGE plpgsql
+    AS $$
+begin
+  -- in READ COMMITTED the next statement sees all that was committed before these locks were granted
+  perform from node_capacity where node_id = any(p_node_ids) order by node_id for no key update;
+  update node_capacity c
+  set gpu_total = n.total, gpu_healthy = n.healthy, gpu_held_unfit = c.gpu_held - n.touched,
+      gpu_recount = n.healthy < n.total or n.odd
+  from (
+    select u.node_id, d.total, d.healthy, d.touched, h.odd
+    from (select distinct unnest(p_node_ids) as node_id) u
+    cross join lateral (
+      select count(*) as total, count(*) filter (where g.healthy) as healthy,
+             count(*) filter (where g.healthy and g.touched) as touched
+      from (
+        select d.health = 'healthy' as healthy,
+               exists (select from allocation a
+                       where a.node_id = d.node_id and a.released_at is null
+                         and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48)) as touched
+        from device d where d.node_id = u.node_id and d.retired_at is null
+      ) g
+    ) d
+    cross join lateral (
+      select coalesce(bool_or(cardinality(a.device_uuids) <> (
+               select count(*) from device d
+               where d.node_id = a.node_id and d.retired_at is null and d.health = 'healthy'
+                 and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48))), false) as odd
+      from allocation a where a.node_id = u.node_id and a.released_at is null
+    ) h
+  ) n
+  where c.node_id = n.node_id
+    and (c.gpu_total, c.gpu_healthy, c.gpu_held_unfit, c.gpu_recount)
+        is distinct from (n.total, n.healthy, c.gpu_held - n.touched, n.healthy < n.total or n.odd);
 end $$;
 
 -- function node_spec_forward_only()
@@ -799,6 +848,11 @@ CREATE TABLE public.node_capacity (
     vcpu_held integer DEFAULT 0 NOT NULL,
     memory_mib_total bigint DEFAULT 0 NOT NULL,
     memory_mib_held bigint DEFAULT 0 NOT NULL,
+    gpu_healthy smallint DEFAULT 0 NOT NULL,
+    gpu_held_unfit smallint DEFAULT 0 NOT NULL,
+    gpu_recount boolean DEFAULT false NOT NULL,
+    gpu_free smallint GENERATED ALWAYS AS (((gpu_healthy - gpu_held) + gpu_held_unfit)) STORED NOT NULL,
+    CONSTRAINT node_capacity_gpu_healthy_check CHECK ((gpu_healthy >= 0)),
     CONSTRAINT node_capacity_gpu_held_check CHECK ((gpu_held >= 0)),
     CONSTRAINT node_capacity_gpu_total_check CHECK ((gpu_total >= 0)),
     CONSTRAINT node_capacity_memory_mib_held_check CHECK ((memory_mib_held >= 0)),
@@ -1857,21 +1911,17 @@ CREATE TRIGGER booking_scalar_guard_insert AFTER INSERT ON public.booking FOR EA
 
 CREATE TRIGGER booking_scalar_guard_update AFTER UPDATE ON public.booking FOR EACH ROW WHEN ((new.live AND ((new.vcpus > 0) OR (new.memory_mib > 0)) AND ((NOT old.live) OR (new.node_id <> old.node_id) OR (new.vcpus > old.vcpus) OR (new.memory_mib > old.memory_mib) OR (NOT (new.during <@ old.during))))) EXECUTE FUNCTION public.booking_scalar_guard();
 
--- trigger device device_count
+-- trigger device device_changed_delete
 
-CREATE TRIGGER device_count AFTER INSERT OR DELETE ON public.device FOR EACH ROW EXECUTE FUNCTION public.device_count();
+CREATE TRIGGER device_changed_delete AFTER DELETE ON public.device REFERENCING OLD TABLE AS old_rows FOR EACH STATEMENT EXECUTE FUNCTION public.device_changed();
 
--- trigger device device_placement_gen
+-- trigger device device_changed_insert
 
-CREATE TRIGGER device_placement_gen AFTER INSERT OR DELETE ON public.device FOR EACH ROW EXECUTE FUNCTION public.device_bump_placement_gen();
+CREATE TRIGGER device_changed_insert AFTER INSERT ON public.device REFERENCING NEW TABLE AS new_rows FOR EACH STATEMENT EXECUTE FUNCTION public.device_changed();
 
--- trigger device device_placement_gen_update
+-- trigger device device_changed_update
 
-CREATE TRIGGER device_placement_gen_update AFTER UPDATE ON public.device FOR EACH ROW WHEN (((old.health IS DISTINCT FROM new.health) OR (old.retired_at IS DISTINCT FROM new.retired_at) OR (old.nvlink_group IS DISTINCT FROM new.nvlink_group) OR (old.slot <> new.slot))) EXECUTE FUNCTION public.device_bump_placement_gen();
-
--- trigger device device_recount
-
-CREATE TRIGGER device_recount AFTER UPDATE ON public.device FOR EACH ROW WHEN (((old.retired_at IS DISTINCT FROM new.retired_at) OR (old.node_id <> new.node_id))) EXECUTE FUNCTION public.device_count();
+CREATE TRIGGER device_changed_update AFTER UPDATE ON public.device REFERENCING OLD TABLE AS old_rows NEW TABLE AS new_rows FOR EACH STATEMENT EXECUTE FUNCTION public.device_changed();
 
 -- trigger node_capacity node_capacity_note_new
 
@@ -1880,6 +1930,10 @@ CREATE TRIGGER node_capacity_note_new AFTER INSERT ON public.node_capacity FOR E
 -- trigger node_capacity node_capacity_note_total
 
 CREATE TRIGGER node_capacity_note_total AFTER UPDATE ON public.node_capacity FOR EACH ROW WHEN (((old.vcpu_total <> new.vcpu_total) OR (old.memory_mib_total <> new.memory_mib_total))) EXECUTE FUNCTION public.placement_note_node();
+
+-- trigger node_capacity node_capacity_recount
+
+CREATE TRIGGER node_capacity_recount AFTER UPDATE ON public.node_capacity FOR EACH ROW WHEN ((new.gpu_recount AND (old.gpu_held <> new.gpu_held))) EXECUTE FUNCTION public.node_capacity_recount();
 
 -- trigger node node_note_left
 

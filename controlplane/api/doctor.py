@@ -78,7 +78,8 @@ _RULES = (
         "every hold that was told to end has ended",
         "bring the node back; if the machine will not come back, `bcctl allocations force-release`, which is recorded",
     ),
-    _Rule("capacity.device_counts.drift", checks.find_device_count_drift, "GPU totals equal the devices", _REPORT),
+    _Rule("capacity.device_counts.drift", checks.find_device_count_drift, "counts of GPUs equal the devices", _REPORT),
+    _Rule("capacity.free.drift", checks.find_free_drift, "counts of free GPUs equal what no hold touches", _REPORT),
     _Rule("capacity.held.drift", checks.find_held_drift, "held counters equal the holds", _REPORT),
     _Rule("quota.used.drift", checks.find_quota_drift, "quotas equal their reservations", _REPORT),
     _Rule(

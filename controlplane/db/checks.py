@@ -163,17 +163,42 @@ def find_stuck_holds(tx: Tx, *, older_than_s: float) -> Found:
 
 
 def find_device_count_drift(tx: Tx) -> Found:
-    """Nodes whose GPU total is not the number of their devices."""
+    """Nodes whose counts of GPUs, or of healthy ones, are not those of their devices."""
     return _find(
         tx,
         """
-        select format('node %%s: counts %%s, has %%s', n.name, coalesce(c.gpu_total, 0), coalesce(d.devices, 0))
+        select format('node %%s: counts %%s GPUs, %%s healthy; has %%s, %%s', n.name, coalesce(c.gpu_total, 0),
+                      coalesce(c.gpu_healthy, 0), coalesce(d.gpus, 0), coalesce(d.healthy, 0))
         from node n
         left join node_capacity c using (node_id)
         left join (
-          select node_id, count(*) as devices from device where retired_at is null group by node_id
+          select node_id, count(*) as gpus, count(*) filter (where health = 'healthy') as healthy
+          from device where retired_at is null group by node_id
         ) d using (node_id)
-        where coalesce(c.gpu_total, 0) <> coalesce(d.devices, 0)
+        where (coalesce(c.gpu_total, 0), coalesce(c.gpu_healthy, 0))
+              is distinct from (coalesce(d.gpus, 0), coalesce(d.healthy, 0))
+        order by n.node_id
+        """,
+    )
+
+
+def find_free_drift(tx: Tx) -> Found:
+    """Nodes whose count of free GPUs is not that of their healthy devices that no hold touches."""
+    return _find(
+        tx,
+        """
+        select format('node %%s: counts %%s GPUs free, has %%s', n.name, c.gpu_free, coalesce(f.free, 0))
+        from node n join node_capacity c using (node_id)
+        left join (
+          select d.node_id, count(*) as free
+          from device d
+          where d.retired_at is null and d.health = 'healthy' and not exists (
+            select from allocation a
+            where a.node_id = d.node_id and a.released_at is null
+              and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48))
+          group by d.node_id
+        ) f using (node_id)
+        where c.gpu_free <> coalesce(f.free, 0)
         order by n.node_id
         """,
     )

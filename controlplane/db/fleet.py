@@ -1,6 +1,6 @@
-"""The fleet as a board: what each node has, what is held of it, and the totals.
+"""The fleet as a board: what each node has and what is held of it; the totals are in `rollups`.
 
-Totals are read over everything, not over a page. The overlaps are counted from the live rows,
+What a node has and what is held of it are its counters. The overlaps are counted from the live rows,
 although the exclusion constraints allow none: the board is there to be believed.
 """
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BoardRow:
-    """A node that is not decommissioned; `connectivity_at` is since when it is what it is."""
+    """A node that is not decommissioned; `connectivity_at` is since when it is what it is.
+
+    `gpus_free` are healthy and held by nobody; whether new reservations get them is another matter.
+    """
 
     node_id: int
     public_id: str
@@ -33,6 +36,7 @@ class BoardRow:
     gpus: int
     gpus_held: int
     gpus_unhealthy: int
+    gpus_free: int
     vcpus: int
     vcpus_held: int
     memory_mib: int
@@ -47,8 +51,7 @@ def page_board(tx: Tx, *, pool_id: int | None, after: int, limit: int) -> list[B
         select n.node_id, n.public_id, n.name, s.slug as site, p.slug as pool, n.provision_state, n.connectivity,
                n.connectivity_at, n.cordoned, n.draining,
                coalesce(c.gpu_total, 0) as gpus, coalesce(c.gpu_held, 0) as gpus_held,
-               (select count(*) from device d
-                where d.node_id = n.node_id and d.retired_at is null and d.health <> 'healthy') as gpus_unhealthy,
+               coalesce(c.gpu_total - c.gpu_healthy, 0) as gpus_unhealthy, coalesce(c.gpu_free, 0) as gpus_free,
                coalesce(c.vcpu_total, 0) as vcpus, coalesce(c.vcpu_held, 0) as vcpus_held,
                coalesce(c.memory_mib_total, 0) as memory_mib, coalesce(c.memory_mib_held, 0) as memory_mib_held
         from node n join pool p using (pool_id) join site s on s.site_id = n.site_id
@@ -59,40 +62,6 @@ def page_board(tx: Tx, *, pool_id: int | None, after: int, limit: int) -> list[B
         """,
         {"pool": pool_id, "after": after, "limit": limit},
     )
-
-
-@dataclass(frozen=True, slots=True)
-class BoardTotals:
-    """Sums over the nodes of a pool, or of all."""
-
-    nodes: int
-    nodes_placeable: int
-    nodes_unreachable: int
-    gpus: int
-    gpus_held: int
-    vcpus: int
-    vcpus_held: int
-    memory_mib: int
-    memory_mib_held: int
-
-
-def load_totals(tx: Tx, pool_id: int | None) -> BoardTotals:
-    totals = tx.row(
-        BoardTotals,
-        """
-        select count(*) as nodes, count(*) filter (where n.placeable) as nodes_placeable,
-               count(*) filter (where n.connectivity = 'unreachable') as nodes_unreachable,
-               coalesce(sum(c.gpu_total), 0)::int8 as gpus, coalesce(sum(c.gpu_held), 0)::int8 as gpus_held,
-               coalesce(sum(c.vcpu_total), 0)::int8 as vcpus, coalesce(sum(c.vcpu_held), 0)::int8 as vcpus_held,
-               coalesce(sum(c.memory_mib_total), 0)::int8 as memory_mib,
-               coalesce(sum(c.memory_mib_held), 0)::int8 as memory_mib_held
-        from node n left join node_capacity c using (node_id)
-        where n.provision_state <> 'decommissioned' and (%(pool)s::int4 is null or n.pool_id = %(pool)s)
-        """,
-        {"pool": pool_id},
-    )
-    assert totals is not None, "an aggregate has a row"
-    return totals
 
 
 def count_states(tx: Tx, pool_id: int | None) -> dict[str, int]:

@@ -66,21 +66,6 @@ class Pool:
     created_at: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class PoolUse:
-    """What the nodes of a pool have and what is held of it now, decommissioned nodes left out."""
-
-    pool_id: int
-    nodes: int
-    nodes_placeable: int
-    gpus: int
-    gpus_held: int
-    vcpus: int
-    vcpus_held: int
-    memory_mib: int
-    memory_mib_held: int
-
-
 # --- sites -------------------------------------------------------------------------------------
 
 
@@ -172,27 +157,6 @@ def list_pools(tx: Tx, *, site_id: int | None, after: int, limit: int) -> list[P
         """,
         {"site_id": site_id, "after": after, "limit": limit},
     )
-
-
-def pool_use(tx: Tx, pool_ids: Sequence[int]) -> dict[int, PoolUse]:
-    """Sum up the nodes of pools, by pool; a pool without nodes is there with zeros."""
-    found = tx.rows(
-        PoolUse,
-        """
-        select p.pool_id, count(n.node_id) as nodes,
-               count(n.node_id) filter (where n.placeable) as nodes_placeable,
-               coalesce(sum(c.gpu_total), 0)::int8 as gpus, coalesce(sum(c.gpu_held), 0)::int8 as gpus_held,
-               coalesce(sum(c.vcpu_total), 0)::int8 as vcpus, coalesce(sum(c.vcpu_held), 0)::int8 as vcpus_held,
-               coalesce(sum(c.memory_mib_total), 0)::int8 as memory_mib,
-               coalesce(sum(c.memory_mib_held), 0)::int8 as memory_mib_held
-        from unnest(%s::int4[]) as p (pool_id)
-        left join node n on n.pool_id = p.pool_id and n.provision_state <> 'decommissioned'
-        left join node_capacity c on c.node_id = n.node_id
-        group by p.pool_id order by p.pool_id
-        """,
-        (list(pool_ids),),
-    )
-    return {use.pool_id: use for use in found}
 
 
 def insert_pool(

@@ -276,6 +276,7 @@ class LedgerFleet:
         assert self.execute(OVERLAPPING_HOLDS) == [(0,)]
         assert self.execute(ACTIVE_WITHOUT_EVIDENCE) == [(0,)]
         assert self.execute(WRONG_COUNTERS) == []
+        assert self.execute(WRONG_GPU_COUNTERS) == []
         assert self.execute(WRONG_QUOTAS) == []
 
 
@@ -301,6 +302,17 @@ cross join lateral (
          coalesce(sum(memory_mib), 0) as memory_mib
   from allocation a where a.node_id = c.node_id and a.released_at is null) held
 where (c.gpu_held, c.vcpu_held, c.memory_mib_held) is distinct from (held.gpus, held.vcpus, held.memory_mib)
+"""
+WRONG_GPU_COUNTERS = """
+select c.node_id, c.gpu_total, c.gpu_healthy, c.gpu_free, g.* from node_capacity c
+cross join lateral (
+  select count(*) as total, count(*) filter (where sound) as healthy, count(*) filter (where sound and not held) as free
+  from (
+    select health = 'healthy' as sound, exists (
+             select from allocation a where a.node_id = c.node_id and a.released_at is null
+               and a.spans && int4range(slot * 48, slot * 48 + 48)) as held
+    from device where node_id = c.node_id and retired_at is null) d) g
+where (c.gpu_total, c.gpu_healthy, c.gpu_free) is distinct from (g.total, g.healthy, g.free)
 """
 WRONG_QUOTAS = """
 select q.quota_id, q.gpus_used, used.* from quota q cross join lateral (

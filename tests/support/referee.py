@@ -196,13 +196,18 @@ RULES: tuple[Rule, ...] = (
         """
         select format('node %s: %s', c.node_id, c)
         from node_capacity c
-        cross join lateral (select count(*) as gpus from device where node_id = c.node_id and retired_at is null) d
+        cross join lateral (
+          select count(*) as gpus, count(*) filter (where health = 'healthy') as healthy,
+                 count(*) filter (where health = 'healthy' and not exists (
+                   select from allocation a where a.node_id = c.node_id and a.released_at is null
+                     and a.spans && int4range(slot * 48, slot * 48 + 48))) as free
+          from device where node_id = c.node_id and retired_at is null) d
         cross join lateral (
           select coalesce(sum(cardinality(device_uuids)), 0) as gpus, coalesce(sum(vcpus), 0) as vcpus,
                  coalesce(sum(memory_mib), 0) as memory_mib
           from allocation where node_id = c.node_id and released_at is null) a
-        where (c.gpu_total, c.gpu_held, c.vcpu_held, c.memory_mib_held)
-              is distinct from (d.gpus, a.gpus, a.vcpus, a.memory_mib)
+        where (c.gpu_total, c.gpu_healthy, c.gpu_free, c.gpu_held, c.vcpu_held, c.memory_mib_held)
+              is distinct from (d.gpus, d.healthy, d.free, a.gpus, a.vcpus, a.memory_mib)
         """,
     ),
     Rule(

@@ -134,6 +134,7 @@ def _examples_of_tenants(w: World) -> dict[str, dict[str, Any]]:
         "pools/create": {"site": "berlin", "slug": "a100", "gpu_model": "A100"},
         "pools/get": {"pool": "h100"},
         "pools/list": {"site": "berlin"},
+        "pools/capacity": {"pool": "h100"},
         "pools/update": {"pool": "h100", "name": "H100s"},
         "pools/delete": {"pool": "empty"},
         "tenants/create": {"slug": "acme-labs", "parent": "acme"},

@@ -10,7 +10,8 @@ from controlplane.api import doctor, resolve
 from controlplane.api.calls import Input, ListInput, Read
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, Ref
-from controlplane.db import fleet
+from controlplane.api.groups.capacity_structs import Capacity, capacity_fields
+from controlplane.db import fleet, rollups
 from controlplane.db.time import load_now
 from controlplane.model.states import Connectivity, ProvisionState
 
@@ -34,24 +35,16 @@ class BoardNode(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     gpus_held: int
     gpus_unhealthy: int
+    gpus_free: Annotated[int, msgspec.Meta(description="Healthy, and held by nobody.")]
     vcpus: int
     vcpus_held: int
     memory_mib: int
     memory_mib_held: int
 
 
-class BoardTotals(msgspec.Struct, frozen=True, kw_only=True):
+class BoardTotals(Capacity, frozen=True, kw_only=True):
     """Sums over all nodes that were asked for, not only those of the page."""
 
-    nodes: int
-    nodes_placeable: int
-    nodes_unreachable: int
-    gpus: int
-    gpus_held: int
-    vcpus: int
-    vcpus_held: int
-    memory_mib: int
-    memory_mib_held: int
     reservations: Annotated[dict[str, int], msgspec.Meta(description="Those that have not ended, by state.")]
     pending: Annotated[int, msgspec.Meta(description="Reservations that wait for room.")]
     overlaps: Annotated[int, msgspec.Meta(description="Pairs that hold the same thing, in all pools: 0.")]
@@ -105,6 +98,7 @@ def _node(row: fleet.BoardRow) -> BoardNode:
         gpus=row.gpus,
         gpus_held=row.gpus_held,
         gpus_unhealthy=row.gpus_unhealthy,
+        gpus_free=row.gpus_free,
         vcpus=row.vcpus,
         vcpus_held=row.vcpus_held,
         memory_mib=row.memory_mib,
@@ -113,18 +107,9 @@ def _node(row: fleet.BoardRow) -> BoardNode:
 
 
 def _totals(tx: Tx, pool_id: int | None) -> BoardTotals:
-    sums = fleet.load_totals(tx, pool_id)
     states = fleet.count_states(tx, pool_id)
     return BoardTotals(
-        nodes=sums.nodes,
-        nodes_placeable=sums.nodes_placeable,
-        nodes_unreachable=sums.nodes_unreachable,
-        gpus=sums.gpus,
-        gpus_held=sums.gpus_held,
-        vcpus=sums.vcpus,
-        vcpus_held=sums.vcpus_held,
-        memory_mib=sums.memory_mib,
-        memory_mib_held=sums.memory_mib_held,
+        **capacity_fields(rollups.load_capacity(tx, pool_id)),
         reservations=states,
         pending=states.get("queued", 0),
         overlaps=fleet.count_overlaps(tx),

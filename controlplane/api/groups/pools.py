@@ -10,7 +10,8 @@ from controlplane.api import guards, resolve
 from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, Name, Ref, Slug, Version
-from controlplane.db import outbox, places
+from controlplane.api.groups.capacity_structs import PoolCapacity, capacity_fields
+from controlplane.db import outbox, places, rollups
 from controlplane.db.queue import enqueue
 from controlplane.errors import Invalid
 from controlplane.iam.port import Resource
@@ -86,6 +87,11 @@ class ListPools(ListInput, frozen=True, kw_only=True):
     site: Ref | None = None
 
 
+class PoolCapacities(ListInput, frozen=True, kw_only=True):
+    pool: Annotated[Ref, msgspec.Meta(description="Only this one.")] | None = None
+    site: Ref | None = None
+
+
 class UpdatePool(Idempotent, frozen=True, kw_only=True):
     """What is left out stays; a limit of null is removed. What is booked already keeps its window."""
 
@@ -102,7 +108,7 @@ class DeletePool(Idempotent, frozen=True, kw_only=True):
     version: Version | None = None
 
 
-def _shown(row: places.Pool, use: places.PoolUse) -> Pool:
+def _shown(row: places.Pool, use: rollups.Capacity) -> Pool:
     return Pool(
         id=row.public_id,
         slug=row.slug,
@@ -113,21 +119,21 @@ def _shown(row: places.Pool, use: places.PoolUse) -> Pool:
         acceptance=row.acceptance,
         max_duration_s=row.max_duration_s,
         max_horizon_s=row.max_horizon_s,
-        nodes=use.nodes,
-        nodes_placeable=use.nodes_placeable,
-        gpus=use.gpus,
-        gpus_held=use.gpus_held,
-        vcpus=use.vcpus,
-        vcpus_held=use.vcpus_held,
-        memory_mib=use.memory_mib,
-        memory_mib_held=use.memory_mib_held,
+        nodes=use.nodes.total(),
+        nodes_placeable=use.nodes["open"],
+        gpus=use.gpus.total,
+        gpus_held=use.gpus.held,
+        vcpus=use.vcpus.total,
+        vcpus_held=use.vcpus.held,
+        memory_mib=use.memory_mib.total,
+        memory_mib_held=use.memory_mib.held,
         version=row.version,
         created_at=row.created_at,
     )
 
 
 def _show(tx: Tx, row: places.Pool) -> Pool:
-    return _shown(row, places.pool_use(tx, [row.pool_id])[row.pool_id])
+    return _shown(row, rollups.load_capacity(tx, row.pool_id))
 
 
 def _get(tx: Tx, call: Call, typed: PoolRef) -> Pool:
@@ -137,12 +143,38 @@ def _get(tx: Tx, call: Call, typed: PoolRef) -> Pool:
 def _list(tx: Tx, call: Call, typed: ListPools) -> Page[Pool]:
     site_id = None if typed.site is None else resolve.find_site(tx, typed.site).site_id
     rows = places.list_pools(tx, site_id=site_id, after=after("pools", typed.cursor), limit=typed.limit + 1)
-    uses = places.pool_use(tx, [row.pool_id for row in rows])
+    uses = rollups.load_pool_capacities(tx, [row.pool_id for row in rows])
     return make_page(
         "pools",
         rows,
         typed.limit,
         item=lambda row: _shown(row, uses[row.pool_id]),
+        keys=lambda row: (row.pool_id,),
+    )
+
+
+def _capacity(tx: Tx, call: Call, typed: PoolCapacities) -> Page[PoolCapacity]:
+    if typed.pool is not None and typed.site is not None:
+        raise Invalid("site: a pool is in one site; leave it out when pool is given", field="site")
+    if typed.pool is not None:
+        rows = [resolve.find_pool(tx, typed.pool)]
+    else:
+        site_id = None if typed.site is None else resolve.find_site(tx, typed.site).site_id
+        key = after("pool_capacities", typed.cursor)
+        rows = places.list_pools(tx, site_id=site_id, after=key, limit=typed.limit + 1)
+    found = rollups.load_pool_capacities(tx, [row.pool_id for row in rows])
+    return make_page(
+        "pool_capacities",
+        rows,
+        typed.limit,
+        item=lambda row: PoolCapacity(
+            id=row.public_id,
+            slug=row.slug,
+            site=row.site_slug,
+            kind=row.kind,
+            gpu_model=row.gpu_model,
+            **capacity_fields(found[row.pool_id]),
+        ),
         keys=lambda row: (row.pool_id,),
     )
 
@@ -236,6 +268,15 @@ METHODS = (
         output=Page[Pool],
         summary="List pools, oldest first.",
         read=_list,
+    ),
+    Read(
+        group="pools",
+        name="capacity",
+        action="pool.read",
+        input=PoolCapacities,
+        output=Page[PoolCapacity],
+        summary="Show what pools have, what is held, what is free now and how it lies on nodes; oldest pool first.",
+        read=_capacity,
     ),
     Mutation(
         group="pools",
