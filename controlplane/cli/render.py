@@ -97,6 +97,12 @@ def held(part: str, whole: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: text(row) if row[whole] or row[part] else NOTHING
 
 
+def free(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """Make a column's value: how much is free of what new reservations can get, as `4/8`; `-` where there is none."""
+    text = used(f"{name}_free", f"{name}_placeable")
+    return lambda row: text(row) if row[name] else NOTHING
+
+
 def by_name(row: Mapping[str, Any]) -> tuple[str, list[tuple[int, str]]]:
     """Sort key for nodes as people count them: by pool, and node-2 before node-10."""
     parts: list[str] = re.findall(r"\d+|\D+", row["name"])

@@ -84,7 +84,7 @@ def test_tenants_projects_quotas_and_offerings(server: CommandServer, bcctl: Com
     assert bcctl("tenants", "list", "--query", "items", BCCTL_KEY=key).value.count("slug") == 1
     ran = bcctl("status", BCCTL_KEY=key)
     assert ran.err.startswith("DENIED: ")
-    assert "hint: the board is for operators; `bcctl pools list` shows what is free\n" in ran.err
+    assert "hint: the board is for operators; `bcctl pools capacity` shows what is free\n" in ran.err
     bcctl("reservations", "release", found["id"])
     assert bcctl("offerings", "delete", "duo", "--query", "slug").value == "duo"
     assert bcctl("quotas", "delete", quota, "--query", "id").value == quota
@@ -253,12 +253,37 @@ def test_status_is_the_board(server: CommandServer, bcctl: CommandLine) -> None:
         ["node-1", "h100", "░░░░░░░░", "0/8", "0/64", "0/976.6GiB", "cordoned"],
     ]
     assert ran.out.splitlines()[-1] == (
-        "nodes 1/2 taking reservations   GPUs 3/16   vCPUs 0/128   memory 0/1.9TiB   pending 1   overlaps 0"
+        "nodes 1/2 taking reservations   GPUs 3/16, 5 free   vCPUs 0/128   memory 0/1.9TiB   pending 1   overlaps 0"
     )
     assert bcctl("status", "--query", "totals.reservations.queued").value == "1"
     assert bcctl("status", "--limit", "1").err == "these are 1 of 2 nodes; ask with --limit N or --all\n"
     assert bcctl("status", "--pool", "h10").err == "NOT_FOUND: pool: no pool h10; did you mean h100?\n"
     assert json.loads(bcctl("status", "-o", "json").value)["items"][0]["gpus_held"] == 3
+
+
+def test_capacity_is_what_is_free_and_how_it_lies(server: CommandServer, bcctl: CommandLine) -> None:
+    bcctl("pools", "create", "cpu", "--site", "lab", "--cpu")
+    bcctl("reserve", "--pool", "h100", "--gpus", "3", "--for", "1h")
+    assert [line.split() for line in bcctl("pools", "capacity").value.splitlines()[1:]] == [
+        ["h100", "lab", "2/2", "13/16", "1", "1", "0", "0", "0", "128/128", "1.9TiB/1.9TiB"],
+        ["cpu", "lab", "-", "-", "-", "-", "-", "-", "-", "-", "-"],
+    ]
+    bcctl("nodes", "cordon", "node-1")
+    server.execute("update device set health = 'missing' where node_id = 1 and slot = 7")
+    shown = fields(bcctl("pools", "capacity", "h100").value)
+    assert shown["nodes"] == "1 of 2 take reservations, 1 cordoned"
+    assert shown["gpus"] == "4 free, at most 4 on one node; 3 of 16 held, 1 unhealthy"
+    assert shown["free sets"] == "4 on 1 node"
+    assert bcctl("pools", "capacity", "h100", "--query", "gpus_free_max").value == "4"
+    assert bcctl("pools", "capacity", "--limit", "1").err == (
+        "there are more pools than these 1; ask with --limit N or --all\n"
+    )
+    assert bcctl("pools", "capacity", "--site", "lab", "--query", "items[1].slug").value == "cpu"
+    assert bcctl("pools", "capacity", "h10").err == "NOT_FOUND: pool: no pool h10; did you mean h100?\n"
+    ran = bcctl("pools", "capacity", "h100", "--site", "lab")
+    assert (ran.status, ran.err.partition(":")[0]) == (1, "INVALID")
+    member = bcctl("keys", "create", "ann", "--role", "member", "--query", "key").value
+    assert bcctl("pools", "capacity", "h100", "--query", "gpus_free", BCCTL_KEY=member).value == "4"
 
 
 def test_status_fails_if_anything_is_held_twice(server: CommandServer, bcctl: CommandLine) -> None:

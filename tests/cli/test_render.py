@@ -11,15 +11,29 @@ from controlplane.cli import render
 from controlplane.cli.commands import events, pools, quotas, reservations, status
 from controlplane.cli.render import BadQuery, Column
 from controlplane.cli.reservation_text import next_steps, pairs_of
-from tests.support.answers import ACTIVE, BOARD, EVENTS, OVERDUE, POOL, QUEUED, QUOTA
+from tests.support.answers import ACTIVE, BOARD, CAPACITY, EVENTS, OVERDUE, POOL, QUEUED, QUOTA
 
 if TYPE_CHECKING:
     from tests.support.golden import Golden
 
+CPU_CAPACITY = {
+    **CAPACITY,
+    "slug": "cpu",
+    "gpu_model": None,
+    "kind": "cpu",
+    "gpus": 0,
+    "gpus_healthy": 0,
+    "free_sets": [],
+    "gpus_placeable": 0,
+    "gpus_held": 0,
+    "gpus_free": 0,
+    "gpus_free_max": 0,
+}
 TABLES = {
     "board": (BOARD, status.COLUMNS),
     "reservations": ([OVERDUE, QUEUED, ACTIVE], reservations.COLUMNS),
     "pools": ([POOL, {**POOL, "slug": "cpu", "gpu_model": None, "gpus": 0, "gpus_held": 0}], pools.COLUMNS),
+    "capacity": ([CAPACITY, CPU_CAPACITY], pools.CAPACITY_COLUMNS),
     "quotas": ([QUOTA, {**QUOTA, "project": "vision", "pool": None, "gpus_max": None}], quotas.COLUMNS),
     "events": (EVENTS, events.COLUMNS),
 }
@@ -41,6 +55,11 @@ def test_tables(golden: Golden, name: str, width: int | None) -> None:
 def test_reservations(golden: Golden, found: dict[str, Any]) -> None:
     text = render.render_pairs(pairs_of(found) + next_steps(found))
     golden.check(f"reservation-{found['state']}.txt", text + "\n")
+
+
+@pytest.mark.parametrize("pool", [CAPACITY, CPU_CAPACITY], ids=["gpu", "cpu"])
+def test_capacity_of_one_pool(golden: Golden, pool: dict[str, Any]) -> None:
+    golden.check(f"capacity-{pool['slug']}.txt", render.render_pairs(pools.capacity_pairs(pool)) + "\n")
 
 
 def test_the_feed_says_who_comes_and_goes(golden: Golden) -> None:
@@ -80,6 +99,7 @@ def test_totals() -> None:
         "nodes_unreachable": 1,
         "gpus": 64,
         "gpus_held": 19,
+        "gpus_free": 20,
         "vcpus": 1000,
         "vcpus_held": 0,
         "memory_mib": 1_048_576,
@@ -88,8 +108,8 @@ def test_totals() -> None:
         "overlaps": 0,
     }
     assert status.totals_line(totals) == (
-        "nodes 5/8 taking reservations   1 unreachable   GPUs 19/64   vCPUs 0/1000   memory 0/1TiB   "
-        "pending 2   overlaps 0"
+        "nodes 5/8 taking reservations   1 unreachable   GPUs 19/64, 20 free   vCPUs 0/1000   "
+        "memory 0/1TiB   pending 2   overlaps 0"
     )
 
 

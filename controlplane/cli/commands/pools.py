@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from controlplane.cli.amounts import show_memory
 from controlplane.cli.options import DURATION, NounGroup, given, list_options, pass_session
-from controlplane.cli.render import Column, held
+from controlplane.cli.render import NOTHING, Column, free, held, render_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from controlplane.cli.session import Session
 
@@ -34,6 +35,69 @@ def _limit_options(fn: Callable[..., None]) -> Callable[..., Any]:
     return click.option(
         "--max-duration", type=DURATION, help="How long a reservation may be in all, as in 7d; none is open-ended then."
     )(fn)
+
+
+def _free_set(least: int, most: int) -> Column:
+    """How many nodes have so many GPUs free."""
+    header = f"{least}" if least == most else f"{least}+" if most == _ANY else f"{least}-{most}"
+
+    def text(pool: Mapping[str, Any]) -> str:
+        if not pool["free_sets"]:
+            return NOTHING
+        return str(sum(one["nodes"] for one in pool["free_sets"] if least <= one["gpus"] <= most))
+
+    return Column(header, text, right=True)
+
+
+_ANY = 10_000
+CAPACITY_COLUMNS = (
+    Column("pool", "slug", shrinks=True),
+    Column("site", "site", drops=4),
+    Column("nodes", held("nodes_placeable", "nodes"), right=True),
+    Column("gpus free", free("gpus"), right=True),
+    _free_set(8, _ANY),
+    _free_set(4, 7),
+    _free_set(2, 3),
+    _free_set(1, 1),
+    _free_set(0, 0),
+    Column("vcpus free", free("vcpus"), right=True, drops=2),
+    Column("memory free", free("memory_mib"), right=True, drops=3),
+)
+_REASONS = ("joining", "quarantined", "unreachable", "draining", "cordoned")
+
+
+def capacity_pairs(pool: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One pool's capacity as labels and texts."""
+    why_not = [f"{pool[f'nodes_{reason}']} {reason}" for reason in _REASONS if pool[f"nodes_{reason}"]]
+    pairs = [
+        ("pool", f"{pool['slug']} in {pool['site']}, {pool['gpu_model'] or 'no GPUs'}"),
+        ("nodes", ", ".join([f"{pool['nodes_placeable']} of {pool['nodes']} take reservations", *why_not])),
+    ]
+    if pool["kind"] == "gpu":
+        unhealthy = pool["gpus"] - pool["gpus_healthy"]
+        pairs += [
+            ("gpus", _amounts(pool, "gpus", str) + (f", {unhealthy} unhealthy" if unhealthy else "")),
+            (
+                "free sets",
+                ", ".join(f"{one['gpus']} on {_nodes(one['nodes'])}" for one in pool["free_sets"]) or NOTHING,
+            ),
+        ]
+    return [
+        *pairs,
+        ("vcpus", _amounts(pool, "vcpus", str)),
+        ("memory", _amounts(pool, "memory_mib", show_memory)),
+    ]
+
+
+def _amounts(pool: Mapping[str, Any], name: str, show: Callable[[int], str]) -> str:
+    total, held_now, left, most = (
+        show(pool[key]) for key in (name, f"{name}_held", f"{name}_free", f"{name}_free_max")
+    )
+    return f"{left} free, at most {most} on one node; {held_now} of {total} held"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"
 
 
 @click.group("pools", cls=NounGroup)
@@ -92,6 +156,28 @@ def list_(session: Session, *, site: str | None, limit: int) -> None:
 def get(session: Session, *, pool: str) -> None:
     """Look at one pool."""
     session.show(session.read("pools/get", given(pool=pool)))
+
+
+@command.command("capacity")
+@click.argument("pool", required=False)
+@click.option("--site", help="Only this site's pools.")
+@list_options
+@pass_session
+def capacity(session: Session, *, pool: str | None, site: str | None, limit: int) -> None:
+    """Show what is free now in a pool, or in each: of what there is on nodes that take reservations.
+
+    The columns 8+ to 0 say how it lies: how many nodes have so many GPUs free. Bookings that have not
+    begun do not count; `bcctl reserve --dry-run` says when a request would fit.
+    """
+    if pool is None:
+        listing = session.list("pools/capacity", given(site=site), limit=limit)
+        session.show_list(listing, CAPACITY_COLUMNS, noun="pools")
+        return
+    found = session.read("pools/capacity", given(pool=pool, site=site))["items"][0]
+    if session.plain:
+        click.echo(render_pairs(capacity_pairs(found), width=session.width, color=session.color))
+    else:
+        session.show_data(found)
 
 
 @command.command("update")

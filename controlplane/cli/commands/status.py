@@ -110,14 +110,16 @@ def _read(session: Session, pool: str | None, limit: int) -> Listing:
     except ApiFailure as exc:
         if exc.code != "DENIED":
             raise
-        raise Failed(exc.code, str(exc), "the board is for operators; `bcctl pools list` shows what is free") from exc
+        raise Failed(
+            exc.code, str(exc), "the board is for operators; `bcctl pools capacity` shows what is free"
+        ) from exc
 
 
 def totals_line(totals: Mapping[str, Any]) -> str:
     """The board's last line."""
     parts = [
         f"nodes {totals['nodes_placeable']}/{totals['nodes']} taking reservations",
-        f"GPUs {totals['gpus_held']}/{totals['gpus']}",
+        f"GPUs {totals['gpus_held']}/{totals['gpus']}, {totals['gpus_free']} free",
         f"vCPUs {totals['vcpus_held']}/{totals['vcpus']}",
         f"memory {show_memory(totals['memory_mib_held'])}/{show_memory(totals['memory_mib'])}",
         f"pending {totals['pending']}",
