@@ -138,7 +138,7 @@ async def _open_stream(context: ApiContext, hub: EventHub, headers: Mapping[str,
 
     hub.check_room()
     subject, kind, last_id = _query("subject"), _query("kind"), headers.get("last-event-id", "")
-    after = parse_position(last_id) if last_id else await context.db.run_tx(outbox.tail)
+    after = parse_position(last_id) if last_id else await context.db.run_read(outbox.tail)
     return EventStream(hub, look, after=after, subject=subject, kind=kind)
 
 

@@ -5,10 +5,11 @@ kinds below, and is named in `controlplane.api.methods`. Handlers are plain sync
 that run inside a transaction (in a worker thread, so they may take a few milliseconds); the envelope
 does everything around them: parsing, authentication, the decision, idempotency, audit, wake-ups.
 
-`Read`: ``read(tx, call, input) -> output``. `call.scope` says whose records the caller may see for
-the method's action; filter by `call.scope.filter` in SQL, and answer NotFound for what is outside.
+`Read`: ``read(tx, call, input) -> output`` writes nothing and locks nothing, and so has no transaction
+around it. `call.scope` says whose records the caller may see for the method's action; filter by
+`call.scope.filter` in SQL, and answer NotFound for what is outside.
 
-`Mutation`: ``load(tx, call, input) -> Target`` finds what it is about, in a transaction of its own;
+`Mutation`: ``load(tx, call, input) -> Target`` finds what it is about, and like a read writes nothing;
 the IAM decides once on `Target.resource`; ``perform(tx, call, input, target) -> Outcome`` then makes
 the change, guarded by the version that `load` read. Here `call.scope` is all that the caller may
 know of: `load` answers NotFound for anything else.

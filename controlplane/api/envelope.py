@@ -123,7 +123,7 @@ class Envelope:
         if not call.scope.allowed:
             await db.run_tx(audit_denied_read, call, method.action, method.path)
             raise errors.Denied(f"{principal.name} may not {method.action}")
-        return data_answer(await db.run_tx(method.read, call, typed))
+        return data_answer(await db.run_read(method.read, call, typed))
 
 
 def request_id_of(headers: Mapping[str, str], context: ApiContext) -> str:

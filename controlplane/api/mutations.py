@@ -1,6 +1,6 @@
 """One mutation from the validated input to the answer: prepare, decide once, perform.
 
-*Prepare* is a transaction that loads what it is about, or writes the draft. The decision is made on
+*Prepare* loads what it is about, or is a transaction that writes the draft. The decision is made on
 that, outside any transaction. *Perform* confirms the credential, makes the change, and writes the
 audit row and the first outcome with it. What is refused is closed: the draft is rejected, the
 denial or refusal audited.
@@ -51,7 +51,7 @@ async def run_mutation(call: Call, method: AnyMutation, typed: Any) -> Answer:  
     """Run one mutation. Raises ApiError, BadCredential, IamUnavailable and DatabaseError."""
     iam, db = call.context.iam, call.context.db
     run = _Run(call, method, typed, _key_of(call, method, typed))
-    target = await db.run_tx(run.prepare)
+    target = await (db.run_read(run.prepare) if isinstance(method, Mutation) else db.run_tx(run.prepare))
     if isinstance(target, Answer):
         return target
     decision = await iam.decide(call.principal, ACTIONS[method.action], target.resource)

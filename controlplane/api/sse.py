@@ -113,7 +113,7 @@ class EventHub:
 
     async def _begin_again(self) -> None:
         """Go on at now after a time in which nobody followed; who has older events to read has them from the table."""
-        self._floor = self._position = await self._database.run_tx(outbox.tail)
+        self._floor = self._position = await self._database.run_read(outbox.tail)
         self._ring.clear()
         self._current = True
         self._announce()
@@ -121,7 +121,7 @@ class EventHub:
     async def _read(self) -> None:
         while True:
             read = partial(outbox.read_after, limit=PAGE_EVENTS, tenant_ids=None)
-            page = await self._database.run_tx(read, self._position)
+            page = await self._database.run_read(read, self._position)
             for event in page:
                 if len(self._ring) == RING_EVENTS:
                     self._floor = self._ring[0].position
@@ -167,7 +167,7 @@ class EventHub:
             return self._page_from_ring(after, scope, subject=subject, kind=kind)
         upto = self._position
         read = partial(outbox.read_after, limit=PAGE_EVENTS, tenant_ids=scope.filter, subject=subject, kind=kind)
-        page = await self._database.run_tx(read, after)
+        page = await self._database.run_read(read, after)
         if len(page) == PAGE_EVENTS:
             return page, page[-1].position
         return page, max(upto, page[-1].position) if page else max(upto, after)
@@ -191,7 +191,7 @@ class EventHub:
 @asynccontextmanager
 async def open_event_hub(database: Database, set_streams: Callable[[int], None]) -> AsyncGenerator[EventHub]:
     """Run the process's reader of events for the time of the body. Raises DatabaseError."""
-    start = await database.run_tx(outbox.tail)
+    start = await database.run_read(outbox.tail)
     hub = EventHub(database, start, set_streams)
     async with service_nursery() as nursery:
         nursery.start_soon(hub.run)

@@ -30,7 +30,15 @@ import trio
 from psycopg.conninfo import make_conninfo
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from controlplane.db.tx import DatabaseUnavailable, NestedTransaction, Tx, UnknownCommit, run_transaction, translated
+from controlplane.db.tx import (
+    DatabaseUnavailable,
+    NestedTransaction,
+    Tx,
+    UnknownCommit,
+    run_reading,
+    run_transaction,
+    translated,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator, Iterable
@@ -131,8 +139,15 @@ class Database(Protocol):
         """
         ...
 
+    async def run_read(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `fn(tx, ...)`, which writes nothing and locks nothing, without a transaction around it.
+
+        Its statements see as much as they would see in one, for two round trips less.
+        """
+        ...
+
     async def run_lease_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do the same on the connection that is kept for leases; for their short statements alone."""
+        """Do as `run_tx` does on the connection that is kept for leases; for their short statements alone."""
         ...
 
     def statistics(self) -> DatabaseStatistics: ...
@@ -203,6 +218,9 @@ class _PooledDatabase:
     async def run_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(self._common, lambda tx: fn(tx, *args, **kwargs))
 
+    async def run_read(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(self._common, lambda tx: fn(tx, *args, **kwargs), reading=True)
+
     async def run_lease_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(self._leases, lambda tx: fn(tx, *args, **kwargs))
 
@@ -228,15 +246,14 @@ class _PooledDatabase:
         for lane in (self._common, self._leases):
             lane.pool.close(CLOSE_TIMEOUT_S)
 
-    async def _run(self, lane: _Lane, fn: Callable[[Tx], T]) -> T:
+    async def _run(self, lane: _Lane, fn: Callable[[Tx], T], *, reading: bool = False) -> T:
         if _in_transaction.get():
             raise NestedTransaction("a transaction's function must not start another")
         started = trio.current_time()
         attempts = _Attempts()
+        run = partial(_read_in_thread, lane, fn) if reading else partial(_run_in_thread, lane, fn, attempts, self._rng)
         try:
-            result = await trio.to_thread.run_sync(
-                partial(_run_in_thread, lane, fn, attempts, self._rng), limiter=lane.limiter, abandon_on_cancel=False
-            )
+            result = await trio.to_thread.run_sync(run, limiter=lane.limiter, abandon_on_cancel=False)
         except UnknownCommit:
             attempts.unknown = True
             self._wake(attempts)  # it may have happened, and a wake-up for nothing costs a look
@@ -282,6 +299,12 @@ def _run_in_thread(lane: _Lane, fn: Callable[[Tx], T], attempts: _Attempts, rng:
             on_retry=attempts.add,
             on_written=attempts.note_wakes,
         )
+
+
+def _read_in_thread(lane: _Lane, fn: Callable[[Tx], T]) -> T:
+    _in_transaction.set(True)
+    with lane.connection() as conn:
+        return run_reading(conn, fn, check=trio.from_thread.check_cancelled)
 
 
 @asynccontextmanager

@@ -18,6 +18,10 @@ BEGIN, COMMIT and the savepoints' commands go to libpq itself. After a ROLLBACK 
 it has prepared, in case the transaction had made the tables; no transaction of ours makes any, and
 under contention, where savepoints are rolled back all the time, nothing would ever stay prepared.
 
+`run_reading` is for functions that only read: without BEGIN and COMMIT each of their statements is a
+transaction of its own and sees what is committed when it begins, which is all that READ COMMITTED gives
+the statements of one.
+
 psycopg's errors end here: callers see the classes below, one per outcome that they can treat
 differently.  A psycopg error that gets through is a bug in a statement.
 """
@@ -325,6 +329,12 @@ def run_transaction(
         time.sleep(rng.uniform(0.0, RETRY_PAUSE_MAX_S * 2**attempt))
         attempt += 1
         on_retry()
+
+
+def run_reading(conn: psycopg.Connection[Any], fn: Callable[[Tx], T], *, check: Callable[[], None]) -> T:
+    """Run a function that writes nothing and locks nothing; raises what a transaction's statements raise."""
+    assert conn.autocommit
+    return fn(Tx(conn, give_up=time.monotonic() + TX_DEADLINE_S, check=check))
 
 
 def _begin(conn: psycopg.Connection[Any]) -> None:

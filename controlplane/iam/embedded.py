@@ -57,7 +57,7 @@ class EmbeddedIam:
         if match is None or not is_ulid(match["id"]):
             raise BadCredential("not an API key: it looks like bck_<id>.<secret>")
         try:
-            found = await self._database.run_tx(db_iam.load_credential, f"key_{match['id']}")
+            found = await self._database.run_read(db_iam.load_credential, f"key_{match['id']}")
         except DatabaseError as exc:
             raise IamUnavailable(str(exc)) from exc
         given = hashlib.sha256(match["secret"].encode()).digest()
@@ -85,6 +85,6 @@ class EmbeddedIam:
 
     async def _load_bindings(self, principal: Principal) -> list[db_iam.Binding]:
         try:
-            return await self._database.run_tx(db_iam.load_bindings, principal.id)
+            return await self._database.run_read(db_iam.load_bindings, principal.id)
         except DatabaseError as exc:
             raise IamUnavailable(str(exc)) from exc

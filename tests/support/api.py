@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from quart_trio import QuartTrio
 
     from controlplane.api.methods import AnyMethod
-    from controlplane.db.pool import Database
+    from controlplane.db.pool import Database, DatabaseStatistics
+    from controlplane.db.tx import Tx
     from controlplane.iam.port import Iam
     from tests.support.postgres import Dsn
 
@@ -46,6 +47,29 @@ class RecordedRings:
 
     def ring(self, channel: str, payload: str = "") -> None:
         self.rung.append(channel)
+
+
+@dataclass
+class CheckedReads:
+    """A database that does not let what says that it only reads write or lock anything."""
+
+    inner: Database
+
+    async def run_tx(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await self.inner.run_tx(fn, *args, **kwargs)
+
+    async def run_read(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def read(tx: Tx) -> Any:
+            tx.execute("set transaction read only")
+            return fn(tx, *args, **kwargs)
+
+        return await self.inner.run_tx(read)
+
+    async def run_lease_tx(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await self.inner.run_lease_tx(fn, *args, **kwargs)
+
+    def statistics(self) -> DatabaseStatistics:
+        return self.inner.statistics()
 
 
 @dataclass
@@ -140,7 +164,7 @@ async def open_api(
     """
     rings = RecordedRings()
     async with open_database(DatabaseConfig(dsn.api, pool_size=4), ring=rings.ring) as pool:
-        used = database or pool
+        used = database or CheckedReads(pool)
         ids = IdSource(SystemClock())
         root = await pool.run_tx(ensure_root, ids)
         assert root.key is not None, "a fresh database"

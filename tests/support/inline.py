@@ -48,6 +48,9 @@ class InlineDatabase:
         self.transactions += 1
         return self.run(lambda tx: fn(tx, *args, **kwargs))
 
+    async def run_read(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.run_tx(fn, *args, **kwargs)
+
     async def run_lease_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.run_tx(fn, *args, **kwargs)
 

@@ -72,6 +72,9 @@ class _Inline:
             on_retry=lambda: None,
         )
 
+    async def run_read(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return await self.run_tx(fn, *args, **kwargs)
+
     async def run_lease_tx(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await self.run_tx(fn, *args, **kwargs)
 

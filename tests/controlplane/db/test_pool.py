@@ -136,6 +136,27 @@ async def test_a_refused_login_says_why(scratch: str) -> None:
             pytest.fail("opened")
 
 
+async def test_reading_needs_no_transaction(scratch: str) -> None:
+    def reads(tx: Tx) -> tuple[int, int]:
+        return number(tx, "select balance from account where id = 1"), number(
+            tx, "select count(*) from pg_stat_activity where pid = pg_backend_pid() and xact_start < query_start"
+        )
+
+    def fails(tx: Tx) -> int:
+        one(tx)
+        return number(tx, "select 1 / 0")
+
+    async with open_database(DatabaseConfig(scratch, pool_size=1)) as database:
+        assert await database.run_read(reads) == (100, 0)
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            await database.run_read(fails)
+        assert await database.run_read(reads) == (100, 0)
+        with pytest.raises(DatabaseUnavailable):
+            await database.run_read(number, "select pg_terminate_backend(pg_backend_pid())::int")
+        with pytest.raises(NestedTransaction):
+            await database.run_read(lambda _: trio.from_thread.run(database.run_tx, one))
+
+
 async def test_closing_leaves_no_thread(scratch: str) -> None:
     async with open_database(DatabaseConfig(scratch, application_name="closing")) as database:
         await database.run_tx(one)

@@ -163,7 +163,7 @@ async def test_dead_keys_are_deleted_in_time(dsn: Dsn) -> None:
 
 async def test_a_database_that_is_away_is_an_iam_that_cannot_be_asked() -> None:
     class Away:
-        async def run_tx(self, *_: object) -> None:
+        async def run_read(self, *_: object) -> None:
             raise DatabaseUnavailable("away")
 
     iam = EmbeddedIam(Away())  # pyright: ignore[reportArgumentType]
