@@ -66,7 +66,7 @@ def find_pool(tx: Tx, ref: str, *, field: str = "pool") -> Pool:
 
 
 def find_asked(tx: Tx, call: Call, pool: str, *, gpus: int | None) -> Asked:
-    """Find a pool by id or slug, for a request of so many GPUs. Raises NotFound."""
+    """Find a pool by id or slug, for a request of so many GPUs of each node. Raises NotFound."""
     found = asked.load_asked(tx, pool, gpus=gpus, tenant_id=call.principal.tenant_id)
     if found is None:
         raise not_found("pool", pool, field="pool", candidates=places.pool_slugs(tx, limit=_CANDIDATES_MAX))

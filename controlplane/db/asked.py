@@ -19,7 +19,7 @@ class Asked:
 
     Attributes:
         now: the instant that the transaction works with.
-        gpus_per_node: GPUs of a node of the pool that has as many as were asked for; of its largest if none
+        gpus_per_node: GPUs of a node of the pool that has as many as were asked of one; of its largest if none
             has, or if no number was given. 0 without inventory.
         has_tenant: whether the tenant of who asks is still there.
         max_duration_s, max_horizon_s: the pool's limits of a window.
@@ -40,7 +40,7 @@ class Asked:
 
 
 def load_asked(tx: Tx, pool: str, *, gpus: int | None, tenant_id: int) -> Asked | None:
-    """Look up a pool by public id or slug, for a request of so many GPUs over all nodes; None if there is none.
+    """Look up a pool by public id or slug, for a request of so many GPUs of each node; None if there is none.
 
     `tenant_id` is the home of who asks.
 

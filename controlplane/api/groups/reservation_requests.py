@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
         gpus, vcpus, memory_mib = offering.gpus or None, offering.vcpus or None, offering.memory_mib or None
     if duration_s is not None and duration_s <= 0:
         raise Invalid(f"duration_s: {duration_s} is not a time; ask for at least 1 second", field="duration_s")
-    found = resolve.find_asked(tx, call, pool, gpus=gpus)
+    found = resolve.find_asked(tx, call, pool, gpus=_share(gpus or 0, asked))
     try:
         request = resolve_request(
             PoolShape(found.gpu_model, found.gpus_per_node),
@@ -64,6 +65,13 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
     except InvalidRequest as exc:
         raise as_invalid(exc) from exc
     return Resolved(found, offering, request)
+
+
+def _share(gpus: int, asked: What) -> int | None:
+    """GPUs that a node must have to be large enough; None if the largest node decides."""
+    if asked.whole_node and not gpus:
+        return None
+    return math.ceil(gpus / max(asked.nodes or 1, 1))
 
 
 def as_invalid(exc: InvalidRequest) -> Invalid:
