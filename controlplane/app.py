@@ -258,7 +258,7 @@ async def _open_api(common: _Common, wakes: _Wakes) -> AsyncGenerator[ApiPart]:
         )
         version = importlib.metadata.version("bettercompute")
         yield ApiPart(
-            app=cast("AsgiApp", create_app(context, hub, health, version=version)),
+            app=create_app(context, hub, health, version=version),
             join_app=cast("AsgiApp", JoinApp(JoinService(database, issuer))),
             keys=keys,
             health=health,

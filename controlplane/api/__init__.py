@@ -1,5 +1,6 @@
 """The HTTP API: `POST /api/compute/{group}/{method}`.
 
+front      the way in: methods to the envelope, everything else to the application
 app        paths of the Quart application
 envelope   what happens around every method, and the order of it
 mutations  prepare, decide once, perform; idempotency and audit

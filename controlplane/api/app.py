@@ -1,24 +1,25 @@
 """The HTTP application: paths, and nothing that a request means.
 
-A Quart application on trio. It starts no tasks of its own and keeps no state but what it is given:
-the composition root opens the event hub and serves the application (`controlplane.serving`).
+A Quart application on trio behind `controlplane.api.front`, which keeps the API's methods to itself.
+It starts no tasks of its own and keeps no state but what it is given: the composition root opens the
+event hub and serves the application (`controlplane.serving`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import structlog
-import trio
 from quart import Response, request
 from quart_trio import QuartTrio
-from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from controlplane import errors
 from controlplane.api.answers import Answer, as_api_error, error_answer
 from controlplane.api.calls import Call
-from controlplane.api.envelope import Envelope, Request, audit_denied_read, authenticate, request_id_of
+from controlplane.api.envelope import Envelope, audit_denied_read, authenticate, request_id_of
+from controlplane.api.front import BODY_BYTES_READ_MAX, Front, api_headers
 from controlplane.api.methods import load_methods
 from controlplane.api.metrics import CONTENT_TYPE, MetricsPage
 from controlplane.api.openapi import describe_api
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from controlplane.api.calls import ApiContext
+    from controlplane.api.front import AsgiApp
     from controlplane.api.health import Health
     from controlplane.api.methods import AnyMethod
     from controlplane.api.sse import EventHub
@@ -38,16 +40,9 @@ if TYPE_CHECKING:
 _log = structlog.get_logger()
 
 PREFIX = "/api/compute"
-BODY_BYTES_MAX = 64 * 1024
-# A body that is a little too large is read to its end, so that the client hears the answer instead of
-# a broken connection. Past this it is not.
-BODY_BYTES_READ_MAX = 256 * 1024
-# A client on a slow line sends 64 KiB in this; one that sends nothing goes.
-BODY_DEADLINE_S = 10
 _FOLLOW = ACTIONS["event.read"]
 # Longer than any id or kind.
 _QUERY_LENGTH_MAX = 100
-_ALL = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 def create_app(
@@ -57,7 +52,7 @@ def create_app(
     *,
     version: str,
     methods: Mapping[str, AnyMethod] | None = None,
-) -> QuartTrio:
+) -> AsgiApp:
     """Make the application. Raises BadMethodTable.
 
     Args:
@@ -65,7 +60,6 @@ def create_app(
         methods: the table, by default all of `controlplane.api.methods`.
     """
     table = load_methods() if methods is None else methods
-    envelope = Envelope(context, table)
     document = msgspec.json.encode(describe_api(table, version=version))
     page = MetricsPage(context.metrics.registry)
 
@@ -76,12 +70,6 @@ def create_app(
     app.url_map.merge_slashes = False
     app.url_map.strict_slashes = False
 
-    async def call_method(path: str) -> Response:
-        headers = _headers()
-        request_id = request_id_of(headers, context)
-        answer = await envelope.answer(Request(path, request.method, headers, _read_body, request_id))
-        return _response(answer, request_id)
-
     async def follow_events() -> Response:
         headers = _headers()
         request_id = request_id_of(headers, context)
@@ -89,7 +77,7 @@ def create_app(
             stream = await _open_stream(context, hub, headers, request_id)
         except Exception as exc:  # noqa: BLE001 - the edge, as in the envelope
             return _failed(exc, request_id)
-        response = Response(stream, headers=_api_headers(request_id), content_type="text/event-stream")
+        response = Response(stream, headers=api_headers(request_id), content_type="text/event-stream")
         response.headers["x-accel-buffering"] = "no"
         response.timeout = None
         return response
@@ -117,9 +105,8 @@ def create_app(
     }
     for path, view in gets.items():
         app.add_url_rule(path, view_func=view, methods=["GET"], provide_automatic_options=False)
-    app.add_url_rule(f"{PREFIX}/<path:path>", view_func=call_method, methods=_ALL, provide_automatic_options=False)
     app.register_error_handler(Exception, show_fault)
-    return app
+    return Front(Envelope(context, table), context, prefix=f"{PREFIX}/", others=gets, rest=cast("AsgiApp", app))
 
 
 async def _open_stream(context: ApiContext, hub: EventHub, headers: Mapping[str, str], request_id: str) -> EventStream:
@@ -149,32 +136,12 @@ def _query(name: str) -> str:
     return value
 
 
-async def _read_body() -> bytes:
-    body = bytearray()
-    too_large = errors.TooLarge(f"the body is larger than {BODY_BYTES_MAX // 1024} KiB")
-    try:
-        with trio.fail_after(BODY_DEADLINE_S):
-            async for chunk in request.body:
-                body += chunk[: BODY_BYTES_MAX + 1 - len(body)]
-    except RequestEntityTooLarge:
-        raise too_large from None
-    except trio.TooSlowError:
-        raise errors.Invalid(f"the body did not arrive within {BODY_DEADLINE_S} s") from None
-    if len(body) > BODY_BYTES_MAX:
-        raise too_large
-    return bytes(body)
-
-
 def _headers() -> dict[str, str]:
     return {name.lower(): value for name, value in request.headers.items()}
 
 
-def _api_headers(request_id: str) -> dict[str, str]:
-    return {"x-request-id": request_id, "cache-control": "no-store", "x-content-type-options": "nosniff"}
-
-
 def _response(answer: Answer, request_id: str) -> Response:
-    headers = _api_headers(request_id) | answer.headers
+    headers = api_headers(request_id) | answer.headers
     return Response(answer.body, answer.status, headers, content_type="application/json")
 
 

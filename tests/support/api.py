@@ -28,8 +28,7 @@ from shared.signing import IntentSigner
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
-    from quart_trio import QuartTrio
-
+    from controlplane.api.front import AsgiApp
     from controlplane.api.methods import AnyMethod
     from controlplane.db.pool import Database, DatabaseStatistics
     from controlplane.db.tx import Tx
@@ -103,7 +102,7 @@ class Reply:
 class Api:
     """The application and what it was made of; `root` is the first admin's key."""
 
-    app: QuartTrio
+    app: AsgiApp
     context: ApiContext
     hub: EventHub
     health: Health

@@ -12,8 +12,7 @@ import pytest
 import trio
 from psycopg import sql
 
-from controlplane.api import app as app_module
-from controlplane.api import envelope, health
+from controlplane.api import envelope, front, health
 from controlplane.api.groups import sites
 from controlplane.db.tx import (
     Contention,
@@ -161,7 +160,7 @@ async def test_a_body_that_is_too_large_is_told_so(dsn: Dsn, size: int, *, http2
 
 
 async def test_an_endless_body_is_not_waited_for(dsn: Dsn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "BODY_DEADLINE_S", 0.3)
+    monkeypatch.setattr(front, "BODY_DEADLINE_S", 0.3)
     async with open_api(dsn) as api, trio.open_nursery() as nursery:
         stop = trio.Event()
         port = await _served(api, nursery, stop)
