@@ -821,7 +821,9 @@ CREATE TABLE public.node (
     created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
     adopted_at timestamp with time zone,
     decommissioned_at timestamp with time zone,
+    labels jsonb DEFAULT '{}'::jsonb NOT NULL,
     CONSTRAINT node_connectivity_check CHECK ((connectivity = ANY (ARRAY['never'::text, 'connected'::text, 'unreachable'::text]))),
+    CONSTRAINT node_labels_check CHECK (((jsonb_typeof(labels) = 'object'::text) AND (length((labels)::text) <= 8192))),
     CONSTRAINT node_provision_state_check CHECK ((provision_state = ANY (ARRAY['registered'::text, 'provisioning'::text, 'adopting'::text, 'adopted'::text, 'quarantined'::text, 'decommissioned'::text])))
 )
 WITH (fillfactor='70');
@@ -1172,6 +1174,7 @@ CREATE TABLE public.reservation (
     active_at timestamp with time zone,
     releasing_at timestamp with time zone,
     ended_at timestamp with time zone,
+    selector text[] DEFAULT '{}'::text[] NOT NULL,
     CONSTRAINT reservation_check CHECK (((gpus_per_node > 0) OR (vcpus_per_node > 0) OR (memory_mib_per_node > 0) OR whole_node)),
     CONSTRAINT reservation_check1 CHECK (((state <> ALL (ARRAY['placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text])) OR (during IS NOT NULL))),
     CONSTRAINT reservation_check2 CHECK (((state <> ALL (ARRAY['releasing'::text, 'released'::text])) OR (end_cause IS NOT NULL))),
@@ -1183,6 +1186,7 @@ CREATE TABLE public.reservation (
     CONSTRAINT reservation_gpus_per_node_check CHECK (((gpus_per_node >= 0) AND (gpus_per_node <= 64))),
     CONSTRAINT reservation_memory_mib_per_node_check CHECK ((memory_mib_per_node >= 0)),
     CONSTRAINT reservation_nodes_check CHECK (((nodes >= 1) AND (nodes <= 1024))),
+    CONSTRAINT reservation_selector_check CHECK ((cardinality(selector) <= 8)),
     CONSTRAINT reservation_state_check CHECK ((state = ANY (ARRAY['draft'::text, 'queued'::text, 'placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text, 'rejected'::text, 'cancelled'::text, 'failed'::text, 'expired'::text]))),
     CONSTRAINT reservation_topology_check CHECK ((topology = ANY (ARRAY['any'::text, 'nvlink-all'::text]))),
     CONSTRAINT reservation_vcpus_per_node_check CHECK ((vcpus_per_node >= 0))
@@ -1950,6 +1954,10 @@ CREATE TRIGGER node_note_new AFTER INSERT ON public.node FOR EACH ROW EXECUTE FU
 -- trigger node node_placement_gen
 
 CREATE TRIGGER node_placement_gen BEFORE UPDATE ON public.node FOR EACH ROW WHEN (((old.provision_state IS DISTINCT FROM new.provision_state) OR (old.connectivity IS DISTINCT FROM new.connectivity) OR (old.cordoned IS DISTINCT FROM new.cordoned) OR (old.draining IS DISTINCT FROM new.draining) OR (old.pool_id IS DISTINCT FROM new.pool_id))) EXECUTE FUNCTION public.node_bump_placement_gen();
+
+-- trigger node node_placement_gen_labels
+
+CREATE TRIGGER node_placement_gen_labels BEFORE UPDATE ON public.node FOR EACH ROW WHEN ((old.labels IS DISTINCT FROM new.labels)) EXECUTE FUNCTION public.node_bump_placement_gen();
 
 -- trigger node_spec node_spec_forward_only
 

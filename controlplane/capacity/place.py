@@ -18,6 +18,7 @@ from controlplane.capacity.specs import SpecFull, write_spec
 from controlplane.db import ledger, reservation_events, reservations, specs
 from controlplane.db.placements import Commitment, commit_parts, lock_planned_nodes, mark_all_placed
 from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
+from controlplane.model.labels import parse_selector
 from controlplane.model.planner import NoPlan
 from controlplane.model.requests import PlacementRequest
 
@@ -74,6 +75,7 @@ def placement_request(reservation: Reservation) -> PlacementRequest:
         memory_mib_per_node=reservation.memory_mib_per_node,
         start=reservation.starts_at,
         duration=None if reservation.duration_s is None else timedelta(seconds=reservation.duration_s),
+        selector=parse_selector(reservation.selector),
     )
 
 

@@ -149,6 +149,8 @@ def show_value(name: str, value: object) -> str:  # noqa: PLR0911 - a table of c
         case list():
             items = cast("list[object]", value)
             return ", ".join(show_value(name, item) for item in items)
+        case dict() if name == "labels":
+            return clean(", ".join(f"{key}={text}" for key, text in cast("dict[str, object]", value).items()))
         case dict():
             return clean(json.dumps(value, ensure_ascii=False, default=str))
         case _:

@@ -84,6 +84,7 @@ def pairs_of(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("ended", why_ended(found) if found["end_cause"] or found["end_detail"] else ""),
         ("pool", found["pool"]),
         ("asked for", asked_of(found)),
+        ("selector", ", ".join(found["selector"])),
         ("window", window_of(found)),
         ("tenant", found["tenant"] if found["project"] is None else f"{found['tenant']} / {found['project']}"),
     ]

@@ -54,6 +54,7 @@ class NodeRow:
     authorized: bool
     certificate_not_after: datetime | None
     conditions: list[Mapping[str, str | int]]
+    labels: dict[str, str]
 
 
 _ROW = f"""
@@ -73,7 +74,8 @@ _ROW = f"""
     coalesce((select jsonb_agg(jsonb_build_object('slot', c.slot, 'kind', c.kind, 'severity', c.severity,
                                                   'reason', c.reason, 'detail', c.detail, 'since', c.since)
                                order by c.slot, c.kind)
-              from node_condition c where c.node_id = n.node_id), '[]') as conditions
+              from node_condition c where c.node_id = n.node_id), '[]') as conditions,
+    n.labels
   from node n join site t using (site_id) join pool p using (pool_id)
   left join node_capacity k using (node_id) left join node_session s using (node_id)
   left join node_liveness l using (node_id) left join node_spec x using (node_id)

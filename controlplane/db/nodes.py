@@ -10,13 +10,14 @@ in it, `SESSION_LEASE_S` on. A session that a gateway has closed costs nothing b
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared.wire import SESSION_LEASE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from controlplane.db.tx import Tx
@@ -173,6 +174,14 @@ def set_cordon(
         where node_id = %(node)s
         """,
         {"node": node_id, "cordoned": cordoned, "draining": draining, "reason": reason},
+    )
+
+
+def set_labels(tx: Tx, node_id: int, labels: Mapping[str, str]) -> None:
+    """Make these the labels of a locked node."""
+    tx.execute(
+        "update node set labels = %(labels)s::jsonb, version = version + 1 where node_id = %(node)s",
+        {"node": node_id, "labels": json.dumps(labels)},
     )
 
 

@@ -6,7 +6,7 @@ else was first. The schema's trigger refuses what the transition table does not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ COLUMNS = """
   r.gpus_per_node, r.vcpus_per_node, r.memory_mib_per_node, r.topology, r.whole_node, r.starts_at, r.duration_s,
   lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
   r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
-  r.active_at, r.releasing_at, r.ended_at, compute_now() as read_at
+  r.active_at, r.releasing_at, r.ended_at, r.selector, compute_now() as read_at
 """
 
 
@@ -29,8 +29,8 @@ COLUMNS = """
 class Reservation:
     """A row of `reservation`; memory in MiB, durations in seconds, `window_end` None is open.
 
-    `read_at` is the instant at which the row was asked for: a transaction that begins by locking its
-    reservation takes that for now, and need not ask for the time.
+    `selector` is its terms. `read_at` is the instant at which the row was asked for: a transaction that begins by
+    locking its reservation takes that for now, and need not ask for the time.
     """
 
     reservation_id: int
@@ -65,6 +65,7 @@ class Reservation:
     active_at: datetime | None
     releasing_at: datetime | None
     ended_at: datetime | None
+    selector: list[str]
     read_at: datetime
 
     @property
@@ -93,6 +94,7 @@ class NewReservation:
     duration_s: int | None
     queue_deadline: datetime | None
     created_by: str
+    selector: list[str] = field(default_factory=list[str])
 
     @property
     def gpus(self) -> int:
@@ -107,11 +109,11 @@ def insert_draft(tx: Tx, new: NewReservation) -> Reservation:
         """
         insert into reservation as r
           (public_id, tenant_id, project_id, pool_id, offering_id, name, nodes, gpus_per_node, vcpus_per_node,
-           memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by)
+           memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by, selector)
         values
           (%(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(offering_id)s, %(name)s, %(nodes)s,
            %(gpus_per_node)s, %(vcpus_per_node)s, %(memory_mib_per_node)s, %(topology)s, %(whole_node)s,
-           %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s)
+           %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s, %(selector)s)
         returning
         """
         + COLUMNS,

@@ -6,6 +6,7 @@ rows of 80,000 GPUs would be most of the work, and planning needs none of them.
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from controlplane.db.tx import Tx
+    from controlplane.model.labels import Labels
 
 # Slots are 0 to 63, so a set of them is an int8 whose sign bit is slot 63.
 _ALL_64 = (1 << 64) - 1
@@ -37,7 +39,7 @@ def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None)
                       case n.connectivity when 'never' then 'never connected' else n.connectivity end
                     when n.draining then 'draining' when n.cordoned then 'cordoned' else '' end,
                coalesce(c.vcpu_total, 0), coalesce(c.memory_mib_total, 0),
-               coalesce(c.vcpu_held, 0), coalesce(c.memory_mib_held, 0)
+               coalesce(c.vcpu_held, 0), coalesce(c.memory_mib_held, 0), n.labels::text
         from node n left join node_capacity c using (node_id)
         where n.pool_id = %(pool)s and n.provision_state <> 'decommissioned'
           and (%(nodes)s::int4[] is null or n.node_id = any(%(nodes)s))
@@ -46,7 +48,7 @@ def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None)
         where,
     )
     views: list[NodeView] = []
-    for node_id, placement_gen, placeable, why_not, vcpus, memory_mib, vcpus_held, memory_mib_held in nodes:
+    for node_id, placement_gen, placeable, why_not, vcpus, memory_mib, vcpus_held, memory_mib_held, labels in nodes:
         present, healthy, groups = devices.get(node_id, _NO_DEVICES)
         views.append(
             NodeView(
@@ -64,6 +66,7 @@ def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None)
                 scalars_booked=tuple(scalars.get(node_id, ())),
                 vcpus_held=vcpus_held,
                 memory_mib_held=memory_mib_held,
+                labels=_labels(labels),
             )
         )
     return views
@@ -71,6 +74,12 @@ def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None)
 
 def load_node_names(tx: Tx, node_ids: Sequence[int]) -> dict[int, str]:
     return dict(tx.tuples("select node_id, name from node where node_id = any(%(nodes)s)", {"nodes": list(node_ids)}))
+
+
+@lru_cache(maxsize=16_384)  # whatever tells nodes apart, and a fleet's nodes at most
+def _labels(text: str) -> Labels:
+    """One value for all nodes of a label set."""
+    return tuple(sorted(json.loads(text).items()))
 
 
 _Devices = tuple[int, int, tuple[int, ...]]

@@ -16,7 +16,7 @@ from bisect import insort
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from controlplane.model.fit import Asked, fit_around, request_window
+from controlplane.model.fit import Asked, fit_around, may_be_on, request_window
 from controlplane.model.instants import FOREVER, to_datetime, to_instant
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ class _Search:
         self._steps_left = STEPS_MAX
         # Those that could start first come first, so that most of a large pool need not be looked at.
         firsts = [
-            (min(starts), node.node_id, node) for node in nodes if node.placeable and (starts := self._starts(node))
+            (min(starts), node.node_id, node)
+            for node in nodes
+            if may_be_on(request, node) and (starts := self._starts(node))
         ]
         self._nodes = sorted(firsts, key=itemgetter(0, 1))
 

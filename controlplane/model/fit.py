@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from controlplane.model.instants import to_end, to_instant
+from controlplane.model.labels import selects
 from controlplane.model.nvlink import choose_slots, largest_set
 from controlplane.model.units import ALL_SLOTS
 
@@ -45,13 +46,18 @@ def request_window(request: PlacementRequest, now: datetime) -> Asked:
     return Asked(to_instant(start), to_end(end), starts_now)
 
 
+def may_be_on(request: PlacementRequest, node: NodeView) -> bool:
+    """Whether the node takes bookings at all, and is one of those that the request names."""
+    return node.placeable and (not request.selector or selects(request.selector, node.labels))
+
+
 def fit_node(request: PlacementRequest, node: NodeView, asked: Asked) -> Fit | None:
     """The slots to take of this node for one part of the request.
 
     For a later window bookings count alone: a hold is expected to be gone when the booking above it ends. A part that
     starts now needs its slots free of holds as well.
     """
-    if not node.placeable:
+    if not may_be_on(request, node):
         return None
     taken = node.booked_in(asked.start, asked.end)
     if asked.starts_now:

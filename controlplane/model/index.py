@@ -1,101 +1,34 @@
-"""A pool's nodes, kept ranked in memory, so that a placement looks at a few of them.
+"""A pool's nodes in memory, kept ranked for all requests and for each selector that is in use.
 
-For requests that start now the index orders nodes by what is certain at every instant: their inventory and what is
-physically held. No placement can take more than that, so nothing here grows old by itself. Nodes with the same free
-slots and the same NVLink sets are one *kind*; a request ranks kinds, of which a fleet has few, once for its shape, and
-takes nodes of the best kind that has any. Within a kind, nodes are ordered by the next booking of a free slot: those
-whose next booking comes after the request's end take it for certain, and the one with the tightest gap is taken, so
-that long requests still find the others. Requests without GPUs walk nodes by free vCPUs.
-
-For requests that start later every node is *idle* from the end of its last booking, and *busy* on the days that a
-booking touches. A request looks at busy nodes that may have just enough left that day (a bounded shortlist, tightest
-first) and at nodes that are idle by then (the one that became so last), and takes the best of both.
-
-Both are shortcuts: when they do not find enough, every node is looked at, so a request that fits is always placed. What
-was found not to fit is remembered until something becomes free.
-
-Every node that is offered has been checked by `fit_node`, so a plan is right for the views that the index has. That
-they are old costs a new plan, never a double booking.
+A request with a selector is planned on a ranking of the nodes that match it alone. That ranking is made when the
+selector is first used, from the nodes that have its labels, and kept current with the others; those that nobody has
+used for longest are forgotten. So a selector costs no more than none, however few of the nodes match it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from dataclasses import replace
-from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from controlplane.model.fit import fit_node, request_window
-from controlplane.model.instants import to_end, to_instant
-from controlplane.model.nodeview import Booked, NodeView, ScalarBooked
-from controlplane.model.nvlink import choose_slots, largest_set
-from controlplane.model.planner import Plan, plan_nothing, plan_parts
-from controlplane.model.refusals import why_impossible
-from controlplane.model.units import touched_slots
+from controlplane.model.labels import LabelIndex, selects
+from controlplane.model.ranking import NodeRanking
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from datetime import datetime
 
-    from controlplane.model.fit import Asked, Fit
-    from controlplane.model.planner import NoPlan, PlanPart
+    from controlplane.model.fit import Fit
+    from controlplane.model.labels import Selector
+    from controlplane.model.nodeview import NodeView
+    from controlplane.model.planner import NoPlan, Plan
     from controlplane.model.refusals import Impossible
     from controlplane.model.requests import PlacementRequest
 
-# Nodes of one kind that are checked before the next kind's turn: only vCPUs, memory and excluded nodes make one fail.
-TRIES_PER_KIND: Final = 32
-# Busy nodes that a later request looks at, and of those that fit, how many are compared. Some 0.2 ms.
-BUSY_LOOKS_MAX: Final = 256
-BUSY_FITS_MAX: Final = 48
-# A booking that is longer than this counts as busy for ever after: nobody keeps a list of a thousand days for it.
-BUSY_DAYS_MAX: Final = 62
-# Shapes of requests whose ranking of kinds is kept, and requests that are known not to fit: users ask for a few.
-SHAPES_MAX: Final = 256
-# Kinds that are kept ranked though no node is of them now.
-KINDS_MAX: Final = 4096
-
-# Nothing becomes free by time alone, except that a booking passes of which nothing was ever held.
-REFUSAL_LIFE: Final = 5_000_000
-
-_DAY: Final = 86_400_000_000
+# Selectors whose nodes are kept ranked, and how many nodes they may have between them for each that the pool has: each
+# is one more place in which a node that changes is filed.
+SELECTORS_MAX: Final = 64
+SELECTED_PER_NODE_MAX: Final = 4
 
 _NOBODY: Final[frozenset[int]] = frozenset()
-_EVER_AFTER: Final = -1
-
-K = TypeVar("K")
-V = TypeVar("V")
-C = TypeVar("C", tuple[int, int], tuple[int, int, int])
-
-
-class _Kind(NamedTuple):
-    """Slots that may be given out now, and NVLink sets; `whole` if that is all that such a node has."""
-
-    free: int
-    groups: tuple[int, ...]
-    whole: bool
-
-
-class _Shape(NamedTuple):
-    """What of a request ranks kinds."""
-
-    gpus: int
-    one_set: bool
-    whole_node: bool
-
-
-class _Ranked(NamedTuple):
-    rank: tuple[int, ...]
-    kind: _Kind
-
-
-class _Filed(NamedTuple):
-    """Under what a placeable node is filed, so that it can be found again when it changes."""
-
-    kind: _Kind
-    next_booking: int
-    scalars: tuple[int, int, int]
-    idle_from: int
-    days: dict[int, int]
 
 
 class PoolIndex:
@@ -105,87 +38,53 @@ class PoolIndex:
     """
 
     def __init__(self, nodes: Iterable[NodeView] = ()) -> None:
-        self._nodes: dict[int, NodeView] = {}
-        self._filed: dict[int, _Filed] = {}
-        # (start of the next booking of a free slot, node id) of each kind, ascending.
-        self._now: dict[_Kind, list[tuple[int, int]]] = {}
-        # Kinds by rank for each shape, kinds without nodes too: they come back.
-        self._ranked: dict[_Shape, list[_Ranked]] = {}
-        # For each number of free GPUs: (free vCPUs, free memory, node id), ascending.
-        self._scalars: dict[int, list[tuple[int, int, int]]] = {}
-        # Of healthy slots and sets: (minus the end of the last booking, node id), ascending.
-        self._idle: dict[_Kind, list[tuple[int, int]]] = {}
-        # Of each day (`_EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending.
-        self._busy: dict[int, list[tuple[int, int]]] = {}
-        self._refused: dict[Hashable, tuple[int, NoPlan]] = {}
-        self._possible: dict[PlacementRequest, Impossible | None] = {}
+        self._all = NodeRanking()
+        self._labels = LabelIndex()
+        # The one used last is last; `_all` for a selector that matches every node.
+        self._selected: dict[Selector, NodeRanking] = {}
         for node in nodes:
             self.put(node)
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._all)
+
+    @property
+    def selectors(self) -> dict[Selector, int]:
+        """The selectors whose nodes are kept ranked, and how many nodes each has."""
+        return {selector: len(ranking) for selector, ranking in self._selected.items()}
+
+    def nodes(self) -> Sequence[NodeView]:
+        """Every node, placeable or not."""
+        return self._all.nodes()
 
     # --- what is known ---------------------------------------------------------------------------
 
     def put(self, node: NodeView) -> None:
         """Add the node, or replace what was known of it."""
-        self._refused.clear()
-        known = self._nodes.get(node.node_id)
-        if known is None or _inventory(known) != _inventory(node):
-            self._possible.clear()
-        self._put(node)
+        self._all.put(node)
+        self._labels.put(node.node_id, node.labels)
+        for selector, ranking in list(self._selected.items()):
+            matches = selects(selector, node.labels)
+            if ranking is self._all:
+                if not matches:
+                    del self._selected[selector]
+            elif matches:
+                ranking.put(node)
+            else:
+                ranking.remove(node.node_id)
 
     def remove(self, node_id: int) -> None:
         """Forget the node, if it is known."""
-        self._refused.clear()
-        self._possible.clear()
-        self._unfile(node_id)
-        self._nodes.pop(node_id, None)
+        self._labels.remove(node_id)
+        for ranking in (self._all, *self._selected.values()):
+            ranking.remove(node_id)
 
     def book(self, plan: Plan) -> None:
         """Count a plan as booked (and held, if it starts now), so that the next one is made around it."""
-        start, end = to_instant(plan.window.start), to_end(plan.window.end)
-        for part in plan.parts:
-            self._put(_with_part(self._nodes[part.node_id], part, start, end, held=plan.starts_now))
-
-    def _put(self, node: NodeView) -> None:
-        self._unfile(node.node_id)
-        self._nodes[node.node_id] = node
-        if node.placeable:
-            self._file(node)
-
-    def _file(self, node: NodeView) -> None:
-        node_id, free = node.node_id, node.healthy & ~node.held
-        kind = _Kind(free, node.groups, free == node.present)
-        filed = _Filed(
-            kind=kind,
-            next_booking=node.next_booking(free),
-            scalars=(node.vcpus - node.vcpus_held, node.memory_mib - node.memory_mib_held, node_id),
-            idle_from=max((booked.end for booked in (*node.booked, *node.scalars_booked)), default=0),
-            days=_busy_days(node),
-        )
-        self._filed[node_id] = filed
-        if kind not in self._now:
-            self._rank_new(kind)
-        insort(self._now[kind], (filed.next_booking, node_id))
-        insort(self._scalars.setdefault(free.bit_count(), []), filed.scalars)
-        insort(self._idle.setdefault(_idle_kind(node), []), (-filed.idle_from, node_id))
-        for day, left in filed.days.items():
-            insort(self._busy.setdefault(day, []), (left, node_id))
-
-    def _unfile(self, node_id: int) -> None:
-        filed = self._filed.pop(node_id, None)
-        if filed is None:
-            return
-        kind = filed.kind
-        _take_out(self._now[kind], (filed.next_booking, node_id))
-        _take_out(self._scalars[kind.free.bit_count()], filed.scalars)
-        _take_out(self._idle[_idle_kind(self._nodes[node_id])], (-filed.idle_from, node_id))
-        for day, left in filed.days.items():
-            nodes = self._busy[day]
-            _take_out(nodes, (left, node_id))
-            if not nodes:
-                del self._busy[day]
+        self._all.book(plan)
+        for ranking in self._selected.values():
+            if ranking is not self._all:
+                ranking.book(plan)
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -198,213 +97,36 @@ class PoolIndex:
         without: Collection[int] = _NOBODY,
     ) -> Plan | NoPlan:
         """As `planner.plan_placement`, on none of the nodes in `without`."""
-        asked = request_window(request, now)
-        if self._refused and not without and (refused := self._recall(request, asked, horizon)) is not None:
-            return refused
-        best = list(islice(self._candidates(request, asked, without), request.nodes))
-        if len(best) == request.nodes:
-            return plan_parts(request, best, asked)
-        nodes = [node for node in self.nodes() if node.node_id not in without]
-        refused = plan_nothing(request, nodes, now, horizon)
-        if not without:
-            _remember(self._refused, _refusal_key(request, asked, horizon), (asked.start, refused))
-        return refused
-
-    def _recall(self, request: PlacementRequest, asked: Asked, horizon: datetime | None) -> NoPlan | None:
-        since, refused = self._refused.get(_refusal_key(request, asked, horizon), (0, None))
-        return None if asked.starts_now and asked.start >= since + REFUSAL_LIFE else refused
+        return self._ranking(request.selector).plan(request, now, horizon, without=without)
 
     def why_impossible(self, request: PlacementRequest) -> Impossible | None:
-        """As `refusals.why_impossible`, on every node; remembered until the inventory changes."""
-        shape = replace(request, start=None, duration=None)
-        if shape not in self._possible:
-            _remember(self._possible, shape, why_impossible(shape, self.nodes()))
-        return self._possible[shape]
-
-    def nodes(self) -> Sequence[NodeView]:
-        """Every node, placeable or not."""
-        return list(self._nodes.values())
+        """As `refusals.why_impossible`; remembered until the inventory changes."""
+        return self._ranking(request.selector).why_impossible(request)
 
     def candidates(
         self, request: PlacementRequest, now: datetime, *, without: Collection[int] = _NOBODY
     ) -> Iterator[Fit]:
         """The nodes that take a part of the request, best first, each once."""
-        return self._candidates(request, request_window(request, now), without)
+        return self._ranking(request.selector).candidates(request, now, without=without)
 
-    def _candidates(self, request: PlacementRequest, asked: Asked, without: Collection[int]) -> Iterator[Fit]:
-        seen = set(without)
-        likely = self._likely_now if asked.starts_now else self._likely_later
-        for fit in likely(request, asked):
-            if fit.node.node_id not in seen:
-                seen.add(fit.node.node_id)
-                yield fit
-        fits = (fit_node(request, node, asked) for id_, node in self._nodes.items() if id_ not in seen)
-        yield from sorted((fit for fit in fits if fit is not None), key=_rank_of)
+    def _ranking(self, selector: Selector) -> NodeRanking:
+        """The nodes that match."""
+        if not selector:
+            return self._all
+        ranking = self._selected.pop(selector, None)
+        if ranking is None:
+            ranking = self._rank(selector)
+        self._selected[selector] = ranking
+        return ranking
 
-    def _likely_now(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
-        if not request.gpus_per_node:
-            yield from self._by_scalars(request, asked)
-            return
-        for ranked in self._rank(request):
-            nodes = self._now.get(ranked.kind)
-            if not nodes:
-                continue
-            first = bisect_left(nodes, (asked.end, -1))
-            # a copy: the caller may book between two looks
-            for _, node_id in nodes[first : first + TRIES_PER_KIND + request.nodes]:
-                fit = fit_node(request, self._nodes[node_id], asked)
-                if fit is not None:
-                    yield fit
-
-    def _by_scalars(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
-        for _, nodes in sorted(self._scalars.items()):
-            for i in range(bisect_left(nodes, (request.vcpus_per_node, 0, 0)), len(nodes)):
-                fit = fit_node(request, self._nodes[nodes[i][2]], asked)
-                if fit is not None:
-                    yield fit
-
-    def _likely_later(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
-        if not request.gpus_per_node:
-            yield from sorted(islice(self._by_scalars(request, asked), BUSY_FITS_MAX + request.nodes), key=_rank_of)
-            return
-        fits = [] if request.whole_node else self._busy_fits(request, asked)
-        for ranked in self._rank(request, idle=True):
-            nodes = self._idle.get(ranked.kind)
-            if not nodes:
-                continue
-            first = bisect_left(nodes, (-asked.start, -1))
-            found = 0
-            for _, node_id in nodes[first : first + TRIES_PER_KIND + request.nodes]:
-                fit = fit_node(request, self._nodes[node_id], asked)
-                if fit is not None:
-                    fits.append(fit)
-                    found += 1
-                if found == request.nodes:
-                    break
-            if found == request.nodes:
-                break
-        yield from sorted(fits, key=_rank_of)
-
-    def _busy_fits(self, request: PlacementRequest, asked: Asked) -> list[Fit]:
-        fits: dict[int, Fit] = {}
-        looks = 0
-        for day in (asked.start // _DAY, _EVER_AFTER):
-            nodes = self._busy.get(day, ())
-            for _, node_id in nodes[bisect_left(nodes, (request.gpus_per_node, -1)) :][:BUSY_LOOKS_MAX]:
-                if looks == BUSY_LOOKS_MAX or len(fits) == BUSY_FITS_MAX + request.nodes:
-                    break
-                looks += 1
-                fit = None if node_id in fits else fit_node(request, self._nodes[node_id], asked)
-                if fit is not None:
-                    fits[node_id] = fit
-        return list(fits.values())
-
-    # --- ranking ---------------------------------------------------------------------------------
-
-    def _rank(self, request: PlacementRequest, *, idle: bool = False) -> list[_Ranked]:
-        shape = _Shape(request.gpus_per_node, request.topology == "nvlink-all", request.whole_node)
-        if idle:
-            # healthy slots and sets: a handful
-            return sorted(ranked for kind in self._idle if (ranked := _rank_kind(shape, kind)))
-        ranked = self._ranked.get(shape)
-        if ranked is None:
-            ranked = sorted(found for kind in self._now if (found := _rank_kind(shape, kind)))
-            _remember(self._ranked, shape, ranked)
-        return ranked
-
-    def _rank_new(self, kind: _Kind) -> None:
-        if len(self._now) >= KINDS_MAX:
-            self._now = {known: nodes for known, nodes in self._now.items() if nodes}
-            self._ranked.clear()
-        self._now[kind] = []
-        for shape, ranked in self._ranked.items():
-            found = _rank_kind(shape, kind)
-            if found is not None:
-                insort(ranked, found)
-
-
-def _inventory(node: NodeView) -> tuple[object, ...]:
-    return node.present, node.groups, node.vcpus, node.memory_mib
-
-
-def _with_part(node: NodeView, part: PlanPart, start: int, end: int, *, held: bool) -> NodeView:
-    slots = touched_slots(part.spans)
-    booked, scalars = node.booked, node.scalars_booked
-    if slots:
-        booked = (*booked, Booked(slots, start, end))
-    if part.vcpus or part.memory_mib:
-        scalars = (*scalars, ScalarBooked(part.vcpus, part.memory_mib, start, end))
-    # not `replace`, which takes three times as long: this runs once for each part that is placed
-    return NodeView(
-        node.node_id,
-        node.placement_gen,
-        node.placeable,
-        node.why_not,
-        node.present,
-        node.healthy,
-        node.groups,
-        booked,
-        node.held | slots if held else node.held,
-        node.vcpus,
-        node.memory_mib,
-        scalars,
-        node.vcpus_held + part.vcpus if held else node.vcpus_held,
-        node.memory_mib_held + part.memory_mib if held else node.memory_mib_held,
-    )
-
-
-def _idle_kind(node: NodeView) -> _Kind:
-    return _Kind(node.healthy, node.groups, node.healthy == node.present)
-
-
-def _busy_days(node: NodeView) -> dict[int, int]:
-    """The days (since 1970) of the node's bookings, each with how many healthy slots are not booked at all on it.
-
-    Days with none left are left out: nobody finds a GPU there without looking at the hours.
-    """
-    if not node.booked:
-        return {}
-    days: dict[int, int] = {}
-    always = 0
-    for slots, start, end in node.booked:
-        first, last = start // _DAY, (end - 1) // _DAY
-        if last - first > BUSY_DAYS_MAX:
-            always |= slots
-            continue
-        for day in range(first, last + 1):
-            days[day] = days.get(day, 0) | slots
-    if always:
-        days[_EVER_AFTER] = 0
-    left = {day: (node.healthy & ~(slots | always)).bit_count() for day, slots in days.items()}
-    return {day: count for day, count in left.items() if count}
-
-
-def _rank_kind(shape: _Shape, kind: _Kind) -> _Ranked | None:
-    """How good nodes of this kind are for the shape; None if they are not."""
-    if shape.whole_node:
-        size = kind.free.bit_count()
-        fits = kind.whole and size == shape.gpus and (not shape.one_set or largest_set(kind.free, kind.groups) == size)
-        return _Ranked((), kind) if fits else None
-    choice = choose_slots(kind.free, kind.groups, shape.gpus, one_set=shape.one_set)
-    return None if choice is None else _Ranked(choice.rank, kind)
-
-
-def _refusal_key(request: PlacementRequest, asked: Asked, horizon: datetime | None) -> Hashable:
-    """Two requests with the same key are answered alike as long as nothing becomes free."""
-    start = None if asked.starts_now else asked.start
-    return replace(request, start=None), start, horizon is None
-
-
-def _remember(memory: dict[K, V], key: K, value: V) -> None:
-    """Keep an answer, and forget the oldest one if there are too many."""
-    if len(memory) >= SHAPES_MAX:
-        del memory[next(iter(memory))]
-    memory[key] = value
-
-
-def _rank_of(fit: Fit) -> tuple[int, ...]:
-    return fit.rank
-
-
-def _take_out(values: list[C], value: C) -> None:
-    del values[bisect_left(values, value)]
+    def _rank(self, selector: Selector) -> NodeRanking:
+        node_ids = self._labels.find(selector)
+        everybody = len(node_ids) == len(self._all)
+        nodes = 0 if everybody else len(node_ids)
+        nodes += sum(len(ranking) for ranking in self._selected.values() if ranking is not self._all)
+        while self._selected and (
+            len(self._selected) >= SELECTORS_MAX or nodes > SELECTED_PER_NODE_MAX * len(self._all)
+        ):
+            gone = self._selected.pop(next(iter(self._selected)))
+            nodes -= 0 if gone is self._all else len(gone)
+        return self._all if everybody else NodeRanking(self._all.get(node_id) for node_id in node_ids)

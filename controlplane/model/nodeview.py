@@ -15,6 +15,8 @@ from controlplane.model.instants import FOREVER
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from controlplane.model.labels import Labels
+
 
 class Booked(NamedTuple):
     """The slots of which a live booking (or maintenance) takes any part, over instants `[start, end)`."""
@@ -54,6 +56,7 @@ class NodeView:
         held: slots of which an unreleased allocation has any part; it outlives its booking when a holder overruns.
         vcpus, memory_mib: what there is to sell.
         scalars_booked, vcpus_held, memory_mib_held: the same two guards for vCPUs and memory.
+        labels: what operators say of it; nodes with equal ones share a value.
     """
 
     node_id: int
@@ -70,6 +73,7 @@ class NodeView:
     scalars_booked: tuple[ScalarBooked, ...] = ()
     vcpus_held: int = 0
     memory_mib_held: int = 0
+    labels: Labels = ()
 
     @property
     def gpus(self) -> int:

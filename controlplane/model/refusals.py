@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from controlplane.model.fit import fit_node, request_window
+from controlplane.model.labels import selects, write_selector
 from controlplane.model.nodeview import Scalars
 from controlplane.model.nvlink import largest_set
 from controlplane.model.units import ALL_SLOTS
@@ -32,6 +33,7 @@ class PendingReason(StrEnum):
     """What a waiting request is short of."""
 
     NO_NODES = "no_nodes"
+    SELECTOR = "selector"
     NOT_SCHEDULABLE = "not_schedulable"
     GPUS = "gpus"
     NVLINK = "nvlink"
@@ -62,6 +64,16 @@ _NONE_FREE = _Free(0, 0, Scalars(0, 0))
 
 def explain_pending(request: PlacementRequest, nodes: Sequence[NodeView], now: datetime) -> tuple[PendingReason, str]:
     """The reason and the sentence for a request that does not fit."""
+    if not request.selector:
+        return _explain(request, nodes, now)
+    matching = _matching(request, nodes)
+    if not matching:
+        return PendingReason.SELECTOR, _matches_nothing(request)
+    reason, detail = _explain(request, matching, now)
+    return reason, detail + _of_those(request)
+
+
+def _explain(request: PlacementRequest, nodes: Sequence[NodeView], now: datetime) -> tuple[PendingReason, str]:
     if not nodes:
         return PendingReason.NO_NODES, "this pool has no nodes"
     placeable = [node for node in nodes if node.placeable]
@@ -120,6 +132,16 @@ def _free(request: PlacementRequest, node: NodeView, asked: Asked) -> _Free:
 
 def why_impossible(request: PlacementRequest, nodes: Sequence[NodeView]) -> Impossible | None:
     """What the pool's inventory lacks for this request, whoever uses it and however healthy it is; or None."""
+    if not request.selector:
+        return _lacks(request, nodes)
+    matching = _matching(request, nodes)
+    if not matching:
+        return Impossible("selector", _matches_nothing(request))
+    lacks = _lacks(request, matching)
+    return None if lacks is None else Impossible(lacks.field, lacks.detail + _of_those(request))
+
+
+def _lacks(request: PlacementRequest, nodes: Sequence[NodeView]) -> Impossible | None:
     if not nodes:
         return Impossible("pool", "this pool has no nodes")
     enough = list(nodes)
@@ -132,6 +154,22 @@ def why_impossible(request: PlacementRequest, nodes: Sequence[NodeView]) -> Impo
         has = f"{len(enough)} such {_plural('node', len(enough))}"
         return Impossible("nodes", f"needs {_gang(request, free=False)}; this pool has {has}")
     return None
+
+
+def _matching(request: PlacementRequest, nodes: Sequence[NodeView]) -> list[NodeView]:
+    return [node for node in nodes if selects(request.selector, node.labels)]
+
+
+def _matches_nothing(request: PlacementRequest) -> str:
+    return f"no node of this pool matches {_selector(request)}"
+
+
+def _of_those(request: PlacementRequest) -> str:
+    return f", of those that match {_selector(request)}"
+
+
+def _selector(request: PlacementRequest) -> str:
+    return ", ".join(write_selector(request.selector))
 
 
 def _narrow_to_gpus(request: PlacementRequest, nodes: list[NodeView]) -> list[NodeView] | Impossible:

@@ -16,8 +16,13 @@ from dataclasses import dataclass
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
+from controlplane.model.labels import InvalidLabel, parse_selector
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
+
+    from controlplane.model.labels import Selector
 
 Topology = Literal["any", "nvlink-all"]
 
@@ -58,6 +63,7 @@ class PlacementRequest:
         memory_mib_per_node: for each part, in MiB.
         start: when; None is now.
         duration: how long; None is open ended.
+        selector: the nodes it may be on, by their labels; none leaves it every node of the pool.
     """
 
     nodes: int
@@ -68,6 +74,7 @@ class PlacementRequest:
     memory_mib_per_node: int
     start: datetime | None
     duration: timedelta | None
+    selector: Selector = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,7 @@ def resolve_request(
     start: datetime | None = None,
     duration: timedelta | None = None,
     limits: WindowLimits = NO_LIMITS,
+    selector: Sequence[str] = (),
 ) -> PlacementRequest:
     """Make a user's request (totals over all nodes) into the planner's (shares of each node), within the pool's limits.
 
@@ -136,6 +144,7 @@ def resolve_request(
         memory_mib_per_node=_share("memory_mib", memory_mib or 0, count),
         start=_resolve_start(start, now),
         duration=_resolve_duration(duration),
+        selector=_resolve_selector(selector),
     )
     check_limits(limits, request, now)
     return request
@@ -288,6 +297,13 @@ def show_duration(duration: timedelta) -> str:
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts) or "0s"
+
+
+def _resolve_selector(selector: Sequence[str]) -> Selector:
+    try:
+        return parse_selector(selector)
+    except InvalidLabel as exc:
+        raise InvalidRequest("selector", exc.problem, exc.fix) from None
 
 
 def _share(field: str, total: int, nodes: int) -> int:

@@ -146,6 +146,25 @@ def test_nodes_and_what_they_have(server: CommandServer, bcctl: CommandLine) -> 
     assert bcctl("nodes", "revoke", "node-0", "--yes", "--query", "authorized").value == "false"
 
 
+def test_labels_and_selectors(server: CommandServer, bcctl: CommandLine) -> None:
+    assert fields(bcctl("nodes", "label", "node-1", "zone=a", "disk=nvme").value)["labels"] == "disk=nvme, zone=a"
+    assert bcctl("nodes", "label", "node-1", "disk-", "--query", "labels.zone").value == "a"
+    assert fields(bcctl("nodes", "get", "node-1").value)["labels"] == "zone=a"
+    ran = bcctl("nodes", "label", "node-1", "disk")
+    assert (ran.status, "write KEY=VALUE to put a label on, KEY- to take it off" in ran.err) == (2, True)
+    assert bcctl("nodes", "label", "node-1", "Zone=a").err.startswith("INVALID: put: 'Zone' is not a key; a key is ")
+    what = ("reserve", "--pool", "h100", "--gpus", "1", "--for", "1h")
+    taken = bcctl(*what, "-l", "zone=a", "-l", "!disk", "--output", "json")
+    found = json.loads(taken.value)
+    assert (found["selector"], found["parts"][0]["node_name"]) == (["!disk", "zone=a"], "node-1")
+    assert fields(bcctl("reservations", "get", found["id"]).value)["selector"] == "!disk, zone=a"
+    assert bcctl(*what, "--selector", "zone!=a", "--dry-run", "--query", "nodes").value == "node-0"
+    ran = bcctl(*what, "--selector", "zone=b")
+    assert ran.err.startswith("IMPOSSIBLE: selector: no node of this pool matches zone=b\n")
+    ran = bcctl(*what, "--selector", "zone in (a,b)")
+    assert ran.err.startswith("INVALID: selector: 'zone in (a,b)' is not a term: ")
+
+
 def test_a_node_that_will_not_come_back(server: CommandServer, bcctl: CommandLine) -> None:
     rsv = bcctl("reserve", "--pool", "h100", "--gpus", "8", "--for", "1h", "--query", "id").value
     hold = bcctl("allocations", "list", "--reservation", rsv, "--held", "--query", "items[0].id").value

@@ -68,6 +68,7 @@ ACTIVE: dict[str, Any] = {
     "memory_mib": 65_536,
     "topology": "nvlink-all",
     "whole_node": False,
+    "selector": [],
     "start": "2030-01-01T10:00:00Z",
     "end": "2030-01-01T18:00:00Z",
     "duration_s": 28_800,

@@ -7,12 +7,13 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.model.instants import to_end, to_instant
+from controlplane.model.labels import parse_selector
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, group_masks
 from controlplane.model.requests import PlacementRequest, Topology
 from controlplane.model.units import mask_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 HORIZON = NOW + timedelta(days=90)
@@ -36,6 +37,7 @@ def make_request(
     memory_mib: int = 0,
     start: float | None = None,
     hours: float | None = 1,
+    selector: Sequence[str] = (),
 ) -> PlacementRequest:
     """Amounts are each node's; `start` is in hours from now."""
     return PlacementRequest(
@@ -47,6 +49,7 @@ def make_request(
         memory_mib_per_node=memory_mib,
         start=None if start is None else at(start),
         duration=None if hours is None else timedelta(hours=hours),
+        selector=parse_selector(selector),
     )
 
 
@@ -57,6 +60,7 @@ def make_node(
     sick: Collection[int] = (),
     vcpus: int = 0,
     memory_mib: int = 0,
+    **labels: str,
 ) -> NodeView:
     """A placeable, empty node with one GPU for each entry of `groups`, which name the NVLink sets."""
     return NodeView(
@@ -68,6 +72,7 @@ def make_node(
         groups=group_masks(dict(enumerate(groups))),
         vcpus=vcpus,
         memory_mib=memory_mib,
+        labels=tuple(sorted(labels.items())),
     )
 
 

@@ -47,7 +47,7 @@ from shared.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from controlplane.db.ledger import Allocation
     from controlplane.db.reservations import Reservation
@@ -121,6 +121,7 @@ class LedgerFleet:
         tenant_id: int | None = None,
         project_id: int | None = None,
         queue_s: float | None = None,
+        selector: Sequence[str] = (),
     ) -> int:
         """Store a draft; `start_s` and `queue_s` count from the fleet's now. Amounts are per node."""
 
@@ -145,6 +146,7 @@ class LedgerFleet:
                     duration_s=duration_s,
                     queue_deadline=None if queue_s is None else now + timedelta(seconds=queue_s),
                     created_by="usr_test",
+                    selector=list(selector),
                 ),
             )
             return new.reservation_id

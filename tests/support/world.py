@@ -186,6 +186,7 @@ def _examples_of_the_fleet(w: World) -> dict[str, dict[str, Any]]:
         "nodes/get": {"node": w.node},
         "nodes/list": {"pool": "h100"},
         "nodes/update": {"node": w.idle_node, "name": "spare"},
+        "nodes/label": {"node": w.node, "put": {"zone": "a"}, "remove": ["old"]},
         "nodes/cordon": {"node": w.node, "reason": "noise"},
         "nodes/uncordon": {"node": w.node},
         "nodes/drain": {"node": w.node, "reason": "noise"},

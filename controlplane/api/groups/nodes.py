@@ -26,9 +26,10 @@ from controlplane.api.fields import Instant, NodeName, Ref
 from controlplane.db import certificates, node_views, nodes, places
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
-from controlplane.errors import Conflict
+from controlplane.errors import Conflict, Invalid
 from controlplane.fleet import lifecycle, move, retire
 from controlplane.iam.port import Resource
+from controlplane.model.labels import KEY_RULE, LABELS_MAX, VALUE_RULE, InvalidLabel, change_labels
 from controlplane.model.states import Connectivity, ProvisionState
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     authorized: Annotated[bool, msgspec.Meta(description="Whether its certificate may still be used.")]
     certificate_not_after: Instant | None
     conditions: list[NodeCondition]
+    labels: dict[str, str]
     created_at: Instant
     adopted_at: Instant | None
     decommissioned_at: Instant | None
@@ -117,6 +119,20 @@ class UpdateNode(Idempotent, frozen=True, kw_only=True):
     pool: Annotated[
         Ref | None, msgspec.Meta(description="Another pool of its site, whose acceptance it has to pass.")
     ] = None
+
+
+class LabelNode(Idempotent, frozen=True, kw_only=True):
+    """Labels to put on a node and to take off it; those that are not named stay."""
+
+    node: Ref
+    put: Annotated[
+        dict[Annotated[str, msgspec.Meta(max_length=63)], Annotated[str, msgspec.Meta(max_length=63)]],
+        msgspec.Meta(max_length=LABELS_MAX, description=f"By key: {KEY_RULE}; {VALUE_RULE}, or empty."),
+    ] = msgspec.field(default_factory=dict[str, str])
+    remove: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=63)]],
+        msgspec.Meta(max_length=LABELS_MAX, description="Keys; one that is not there is no mistake."),
+    ] = msgspec.field(default_factory=list[str])
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +182,7 @@ def _shown(row: NodeRow) -> Node:
             )
             for found in row.conditions
         ],
+        labels=row.labels,
         created_at=row.created_at,
         adopted_at=row.adopted_at,
         decommissioned_at=row.decommissioned_at,
@@ -196,7 +213,7 @@ def _list(tx: Tx, call: Call, typed: ListNodes) -> Page[Node]:
 # --- acts ------------------------------------------------------------------------------------
 
 
-def _load(tx: Tx, call: Call, typed: NodeAct | NodeActWithReason | UpdateNode) -> Target[NodeRow]:
+def _load(tx: Tx, call: Call, typed: NodeAct | NodeActWithReason | UpdateNode | LabelNode) -> Target[NodeRow]:
     row = resolve.find_node(tx, call, typed.node)
     return Target(Resource(id=row.public_id, tenant_id=None, attributes={"name": row.name, "pool": row.pool_slug}), row)
 
@@ -226,6 +243,26 @@ def _update(tx: Tx, call: Call, typed: UpdateNode, target: Target[NodeRow]) -> O
             move.rename(tx, node, typed.name)
     enqueue(tx, "node", [str(node.node_id)])
     return _done(tx, call, row)
+
+
+def _label(tx: Tx, call: Call, typed: LabelNode, target: Target[NodeRow]) -> Outcome[Node]:
+    node = _lock(tx, target.row)
+    labels = _read_labels(tx, call, target.row)
+    try:
+        changed = change_labels(labels, typed.put, typed.remove)
+    except InvalidLabel as exc:
+        raise Invalid(f"put: {exc.problem}; {exc.fix}", field="put") from None
+    if changed != labels:
+        nodes.set_labels(tx, node.node_id, changed)
+        lifecycle.tell(tx, node, "labelled", labels=changed)
+        # somebody may wait for a node with such labels
+        enqueue(tx, "pool", [str(node.pool_id)])
+    return _done(tx, call, target.row)
+
+
+def _read_labels(tx: Tx, call: Call, row: NodeRow) -> dict[str, str]:
+    """As they are under the lock."""
+    return resolve.find_node(tx, call, row.public_id).labels
 
 
 def _cordon(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Node]:
@@ -348,6 +385,16 @@ METHODS = (
         summary="Rename a node, or move one that holds nothing to another pool of its site.",
         load=_load,
         perform=_update,
+    ),
+    Mutation(
+        group="nodes",
+        name="label",
+        action="node.update",
+        input=LabelNode,
+        output=Node,
+        summary="Put labels on a node, by which requests select it, or take them off; what it holds stays.",
+        load=_load,
+        perform=_label,
     ),
     Mutation(
         group="nodes",

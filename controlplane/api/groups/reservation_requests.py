@@ -61,6 +61,7 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
             start=start,
             duration=None if duration_s is None else timedelta(seconds=duration_s),
             limits=found.limits,
+            selector=asked.selector,
         )
     except InvalidRequest as exc:
         raise as_invalid(exc) from exc

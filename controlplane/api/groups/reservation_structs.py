@@ -9,6 +9,7 @@ import msgspec
 
 from controlplane.api.calls import Idempotent, Input, ListInput
 from controlplane.db.reservation_views import load_named, load_names, load_parts
+from controlplane.model.labels import TERMS_MAX
 from controlplane.model.states import ReservationState
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ class What(Idempotent, frozen=True, kw_only=True):
         msgspec.Meta(max_length=64, description="`any`, or `nvlink-all` for GPUs that all reach each other by NVLink."),
     ] = "any"
     whole_node: Annotated[bool, msgspec.Meta(description="Nodes that nobody else uses.")] = False
+    selector: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=130)]],
+        msgspec.Meta(
+            max_length=TERMS_MAX,
+            description="Only on nodes of which every term is true: `zone=a`, `zone!=a`, `zone` (has it), `!zone`.",
+        ),
+    ] = msgspec.field(default_factory=list[str])
     vcpus: Annotated[int, msgspec.Meta(le=AMOUNT_MAX)] | None = None
     memory_mib: Annotated[int, msgspec.Meta(le=MEMORY_MIB_MAX)] | None = None
 
@@ -152,6 +160,7 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib: int
     topology: str
     whole_node: bool
+    selector: list[str]
     start: datetime | None
     end: datetime | None
     duration_s: int | None
@@ -204,6 +213,7 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
         memory_mib=row.memory_mib_per_node * row.nodes,
         topology=row.topology,
         whole_node=row.whole_node,
+        selector=row.selector,
         start=_utc(row.window_start or row.starts_at),
         end=_utc(row.window_end),
         duration_s=row.duration_s,

@@ -35,6 +35,7 @@ from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names
 from controlplane.errors import Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
+from controlplane.model.labels import write_selector
 from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
 
@@ -103,6 +104,7 @@ def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Res
             duration_s=given.duration_s,
             queue_deadline=None if given.queue_for_s is None else found.now + timedelta(seconds=given.queue_for_s),
             created_by=call.principal.id,
+            selector=write_selector(request.selector),
         ),
     )
     return Target(_resource(row), row)

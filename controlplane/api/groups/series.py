@@ -41,6 +41,7 @@ from controlplane.db.time import load_now
 from controlplane.db.views import load_node_names
 from controlplane.errors import Impossible, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
+from controlplane.model.labels import write_selector
 from controlplane.model.recurrence import expand
 from controlplane.model.requests import InvalidRequest
 
@@ -155,6 +156,7 @@ def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> 
         duration_s=None,
         queue_deadline=None,
         created_by=call.principal.id,
+        selector=write_selector(request.selector),
     )
     plans = _plan(tx, call, resolved, asked.occurrences, now)
     if given.all_or_nothing:

@@ -100,6 +100,30 @@ def update(session: Session, *, node: str, name: str | None, pool: str | None) -
     _show(session, session.change("nodes/update", {"node": node, **asked}))
 
 
+@command.command("label")
+@click.argument("node")
+@click.argument("changes", nargs=-1, required=True, metavar="KEY=VALUE|KEY-...")
+@pass_session
+def label(session: Session, *, node: str, changes: tuple[str, ...]) -> None:
+    """Put labels on a node, by which requests select it, or take them off.
+
+    \b
+    bcctl nodes label gpu-7 zone=a disk=nvme
+    bcctl nodes label gpu-7 disk-
+    """
+    put: dict[str, str] = {}
+    remove: list[str] = []
+    for change in changes:
+        key, equal, value = change.partition("=")
+        if equal:
+            put[key] = value
+        elif change.endswith("-"):
+            remove.append(change[:-1])
+        else:
+            raise click.UsageError(f"{change}: write KEY=VALUE to put a label on, KEY- to take it off")
+    _show(session, session.change("nodes/label", {"node": node, "put": put, "remove": remove}))
+
+
 @command.command("cordon")
 @click.argument("node")
 @_reason_option

@@ -36,6 +36,13 @@ WHAT = (
         help="nvlink-all: every GPU reaches every other of its node by NVLink. [default: any]",
     ),
     click.option("--whole-node", is_flag=True, help="Nodes that nobody else uses."),
+    click.option(
+        "--selector",
+        "-l",
+        multiple=True,
+        metavar="TERM",
+        help="Only nodes with such labels: zone=a, zone!=a, zone or !zone; may be repeated.",
+    ),
     click.option("--vcpus", type=click.IntRange(min=1), metavar="N", help="vCPUs, over all nodes."),
     click.option("--memory", type=MEMORY, help="Memory, over all nodes, as in 64GiB."),
 )

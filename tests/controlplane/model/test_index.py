@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
+from controlplane.model import index as index_module
 from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan, Placer, Plan, ScanPlacer, plan_placement
 from controlplane.model.refusals import PendingReason
 from tests.support.counting import count_calls
 from tests.support.fleets import HORIZON, NOW, PAIRS, SWITCH, book, make_node, make_request, scalars, shut, use
+
+if TYPE_CHECKING:
+    from controlplane.model.nodeview import NodeView
 
 
 def test_both_placers_offer_the_same_interface() -> None:
@@ -130,3 +135,42 @@ def test_ten_times_the_nodes_are_the_same_work(gpus: int, groups: tuple[int, ...
 def test_cpu_nodes_are_found_without_a_scan() -> None:
     index = PoolIndex([make_node(i, (), vcpus=32) for i in range(10_000)])
     assert count_calls(lambda: index.plan(make_request(vcpus=4, nodes=4), NOW, None)) < 100
+
+
+# --- selectors -----------------------------------------------------------------------------------------------
+
+
+def labelled(count: int) -> list[NodeView]:
+    """Nodes of two zones and a hundred racks, each with a name of its own."""
+    return [make_node(i, zone="ab"[i % 2], rack=f"r{i % 100}", host=f"h{i}") for i in range(count)]
+
+
+@pytest.mark.parametrize("terms", [["host=h77"], ["zone=a"], ["rack=r7", "zone!=a"], ["!gone"], ["zone!=b"]])
+def test_a_selector_is_the_same_work_in_ten_times_the_nodes(terms: list[str]) -> None:
+    """Once its nodes are known; and how many they are makes no difference."""
+    work: list[int] = []
+    for size in (1_000, 10_000):
+        index = PoolIndex(labelled(size))
+        request = make_request(2, selector=terms)
+        assert isinstance(index.plan(request, NOW, None), Plan)
+        work.append(count_calls(lambda index=index, request=request: index.plan(request, NOW, None)))
+    assert work[1] <= work[0] + 5
+    assert work[1] < 100
+
+
+def test_a_selector_that_few_match_costs_a_look_at_those_even_the_first_time() -> None:
+    index = PoolIndex(labelled(10_000))
+    for i in range(100, 103):
+        assert count_calls(lambda i=i: index.plan(make_request(2, selector=[f"host=h{i}"]), NOW, None)) < 400
+
+
+def test_no_more_selectors_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "SELECTORS_MAX", 3)
+    index = PoolIndex(labelled(100))
+    for terms in (["zone=a"], ["zone=b"], ["zone"], ["zone=a"], ["rack=r1"], ["rack=r2"], ["zone=a"], ["!x"], ["!y"]):
+        assert isinstance(index.plan(make_request(8, selector=terms), NOW, None), Plan)
+        assert len(index.selectors) <= 3
+    monkeypatch.setattr(index_module, "SELECTED_PER_NODE_MAX", 1)
+    for terms in (["zone=a"], ["zone=b"], ["zone!=c", "rack!=r1"], ["zone=a"]):
+        assert isinstance(index.plan(make_request(8, selector=terms), NOW, None), Plan)
+        assert sum(size for size in index.selectors.values() if size < 100) <= 100

@@ -31,6 +31,10 @@ ranges = st.tuples(st.integers(-2, 8), st.sampled_from([1, 2, 2, 3, 3, 4, None])
 slot_spans = st.sampled_from([*map(slot_span, range(4)), *map(slot_span, range(4)), Span(24, 60), WHOLE_NODE])
 
 
+label_sets = st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["1", "2"]))
+selectors = st.sampled_from([(), (), (), ("a=1",), ("a!=1",), ("a",), ("!b",), ("a", "b=2")])
+
+
 @st.composite
 def calendars(draw: st.DrawFn) -> Booked:
     start, hours = draw(ranges)
@@ -47,6 +51,7 @@ def nodes(draw: st.DrawFn, *, cpu_only: bool = False) -> NodeView:
         sick=draw(st.sets(st.integers(0, 3), max_size=1)),
         vcpus=draw(st.sampled_from([1, 6, 8])),
         memory_mib=8,
+        **draw(label_sets),
     )
     used = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), ranges), max_size=3))
     return replace(
@@ -76,6 +81,7 @@ requests = st.builds(
     memory_mib=st.sampled_from([0, 0, 2]),
     start=st.none() | st.integers(1, 6),
     hours=st.none() | st.integers(1, 4),
+    selector=selectors,
 ).filter(lambda request: request.gpus_per_node or (request.vcpus_per_node and request.topology == "any"))
 
 whole_requests = st.builds(
@@ -85,6 +91,7 @@ whole_requests = st.builds(
     whole_node=st.just(value=True),
     start=st.none() | st.integers(1, 6),
     hours=st.none() | st.integers(1, 4),
+    selector=selectors,
 )
 
 
@@ -94,6 +101,15 @@ def is_span_free(node: NodeView, span: Span, hour: int, *, held: bool) -> bool:
     if any(booking.start <= instant < booking.end and booking.slots & slots for booking in node.booked):
         return False
     return not (held and node.held & slots)
+
+
+def is_true(term: str, labels: dict[str, str]) -> bool:
+    key = term.strip("!").partition("!=")[0].partition("=")[0]
+    if term.startswith("!"):
+        return key not in labels
+    if "=" not in term:
+        return key in labels
+    return (labels.get(key) == term.rpartition("=")[2]) != ("!=" in term)
 
 
 def is_room_for_scalars(request: PlacementRequest, node: NodeView, hour: int, *, held: bool) -> bool:
@@ -112,7 +128,7 @@ def hours_of(request: PlacementRequest, start: int) -> range:
 def can_take(request: PlacementRequest, node: NodeView, start: int, *, held: bool) -> bool:
     """Every combination of GPUs, every hour."""
     hours = hours_of(request, start)
-    if not node.placeable:
+    if not node.placeable or not all(is_true(str(term), dict(node.labels)) for term in request.selector):
         return False
     if request.whole_node:
         return (
@@ -155,6 +171,7 @@ def check_plan(plan: Plan, request: PlacementRequest, pool: list[NodeView]) -> N
     for part in plan.parts:
         node = by_id[part.node_id]
         assert node.placeable
+        assert all(is_true(str(term), dict(node.labels)) for term in request.selector)
         assert len(part.slots) == request.gpus_per_node
         assert all(node.healthy >> slot & 1 for slot in part.slots)
         if request.topology == "nvlink-all":
@@ -195,7 +212,12 @@ def test_the_index_places_exactly_what_a_scan_places(pool: list[NodeView], reque
 @settings(max_examples=200, deadline=None)
 def test_without_coming_bookings_the_index_makes_the_same_plan(pool: list[NodeView], request: PlacementRequest) -> None:
     """But for ties, which the index breaks by the kind of the node first."""
-    present = [replace(node, booked=(), scalars_booked=()) for node in pool]
+    later = request.start is not None
+    present = [
+        # what is held without a booking goes before a later window begins, and the index does not look for it there
+        replace(node, booked=(), scalars_booked=(), vcpus_held=0 if later else node.vcpus_held)
+        for node in pool
+    ]
     placers: list[Placer] = [PoolIndex(present), ScanPlacer(present)]
     indexed, scanned = ([fit.rank[:-1] for fit in placer.candidates(request, NOW)] for placer in placers)
     if request.start is None:
@@ -226,6 +248,25 @@ def without_end_of_holds(node: NodeView) -> NodeView:
     """As the estimate must see it: a held slot that no booking covers now never comes free."""
     stuck = mask_of(slot for slot in slots_of(node.held) if is_span_free(node, slot_span(slot), 0, held=False))
     return replace(node, booked=(*node.booked, Booked(stuck, *hours_in(0, None)))) if stuck else node
+
+
+@given(pools, st.lists(requests, min_size=1, max_size=6), st.lists(st.tuples(st.integers(0, 3), nodes()), max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_an_index_that_changes_plans_as_one_that_is_new(
+    pool: list[NodeView], asked: list[PlacementRequest], changes: list[tuple[int, NodeView]]
+) -> None:
+    """What it keeps for selectors is kept current: bookings, other labels, nodes that come and go."""
+    index = PoolIndex(pool)
+    for i, request in enumerate(asked):
+        plan = index.plan(request, NOW, HORIZON)
+        fresh = PoolIndex(index.nodes()).plan(request, NOW, HORIZON)
+        assert isinstance(plan, Plan) == isinstance(fresh, Plan)
+        if isinstance(plan, Plan):
+            check_plan(plan, request, list(index.nodes()))
+            index.book(plan)
+        if i < len(changes):
+            node_id, node = changes[i]
+            index.put(replace(node, node_id=node_id)) if node.placeable else index.remove(node_id)
 
 
 steps = st.lists(
