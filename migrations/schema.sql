@@ -1175,6 +1175,7 @@ CREATE TABLE public.reservation (
     releasing_at timestamp with time zone,
     ended_at timestamp with time zone,
     selector text[] DEFAULT '{}'::text[] NOT NULL,
+    strategy text DEFAULT 'pack'::text NOT NULL,
     CONSTRAINT reservation_check CHECK (((gpus_per_node > 0) OR (vcpus_per_node > 0) OR (memory_mib_per_node > 0) OR whole_node)),
     CONSTRAINT reservation_check1 CHECK (((state <> ALL (ARRAY['placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text])) OR (during IS NOT NULL))),
     CONSTRAINT reservation_check2 CHECK (((state <> ALL (ARRAY['releasing'::text, 'released'::text])) OR (end_cause IS NOT NULL))),
@@ -1188,6 +1189,7 @@ CREATE TABLE public.reservation (
     CONSTRAINT reservation_nodes_check CHECK (((nodes >= 1) AND (nodes <= 1024))),
     CONSTRAINT reservation_selector_check CHECK ((cardinality(selector) <= 8)),
     CONSTRAINT reservation_state_check CHECK ((state = ANY (ARRAY['draft'::text, 'queued'::text, 'placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text, 'rejected'::text, 'cancelled'::text, 'failed'::text, 'expired'::text]))),
+    CONSTRAINT reservation_strategy_check CHECK ((strategy = ANY (ARRAY['pack'::text, 'spread'::text]))),
     CONSTRAINT reservation_topology_check CHECK ((topology = ANY (ARRAY['any'::text, 'nvlink-all'::text]))),
     CONSTRAINT reservation_vcpus_per_node_check CHECK ((vcpus_per_node >= 0))
 )

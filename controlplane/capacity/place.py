@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from controlplane.db.tx import Tx
     from controlplane.model.planner import Plan
     from controlplane.model.quotas import QuotaShort
-    from controlplane.model.requests import Topology
+    from controlplane.model.requests import Strategy, Topology
     from shared.ids import IdSource
     from shared.signing import IntentSigner
 
@@ -76,6 +76,7 @@ def placement_request(reservation: Reservation) -> PlacementRequest:
         start=reservation.starts_at,
         duration=None if reservation.duration_s is None else timedelta(seconds=reservation.duration_s),
         selector=parse_selector(reservation.selector),
+        strategy=cast("Strategy", reservation.strategy),
     )
 
 

@@ -70,6 +70,8 @@ def asked_of(found: Mapping[str, Any]) -> str:
         what += f" on {found['nodes']} nodes"
     if found["topology"] != "any":
         what += f", {found['topology']}"
+    if found["strategy"] != "pack":
+        what += f", {found['strategy']}"
     return what
 
 

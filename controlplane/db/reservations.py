@@ -21,7 +21,7 @@ COLUMNS = """
   r.gpus_per_node, r.vcpus_per_node, r.memory_mib_per_node, r.topology, r.whole_node, r.starts_at, r.duration_s,
   lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
   r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
-  r.active_at, r.releasing_at, r.ended_at, r.selector, compute_now() as read_at
+  r.active_at, r.releasing_at, r.ended_at, r.selector, r.strategy, compute_now() as read_at
 """
 
 
@@ -66,6 +66,7 @@ class Reservation:
     releasing_at: datetime | None
     ended_at: datetime | None
     selector: list[str]
+    strategy: str
     read_at: datetime
 
     @property
@@ -95,6 +96,7 @@ class NewReservation:
     queue_deadline: datetime | None
     created_by: str
     selector: list[str] = field(default_factory=list[str])
+    strategy: str = "pack"
 
     @property
     def gpus(self) -> int:
@@ -109,11 +111,13 @@ def insert_draft(tx: Tx, new: NewReservation) -> Reservation:
         """
         insert into reservation as r
           (public_id, tenant_id, project_id, pool_id, offering_id, name, nodes, gpus_per_node, vcpus_per_node,
-           memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by, selector)
+           memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by, selector,
+           strategy)
         values
           (%(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(offering_id)s, %(name)s, %(nodes)s,
            %(gpus_per_node)s, %(vcpus_per_node)s, %(memory_mib_per_node)s, %(topology)s, %(whole_node)s,
-           %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s, %(selector)s)
+           %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s, %(selector)s,
+           %(strategy)s)
         returning
         """
         + COLUMNS,

@@ -79,6 +79,8 @@ def fit_around(request: PlacementRequest, node: NodeView, asked: Asked, taken: i
         if choice is None:
             return None
         mask, rank = choice
+        if request.strategy == "spread":
+            rank = spread_rank(free, rank)
     if not (request.vcpus_per_node or request.memory_mib_per_node):
         return Fit((*rank, node.node_id), node, mask)
     left = node.scalars_free(asked.start, asked.end, now=asked.starts_now)
@@ -87,8 +89,14 @@ def fit_around(request: PlacementRequest, node: NodeView, asked: Asked, taken: i
         return None
     if not request.gpus_per_node:
         # Without GPUs, go where the fewest free GPUs could be left without vCPUs; then best fit.
-        rank = (free.bit_count(), vcpus, memory_mib)
+        spread = request.strategy == "spread"
+        rank = (-vcpus, -memory_mib) if spread else (free.bit_count(), vcpus, memory_mib)
     return Fit((*rank, node.node_id), node, mask)
+
+
+def spread_rank(free: int, rank: tuple[int, ...]) -> tuple[int, ...]:
+    """The rank of a node whose best slots have this one, if parts are to be spread: most free GPUs first."""
+    return (-free.bit_count(), *rank)
 
 
 def _fit_whole(request: PlacementRequest, node: NodeView, asked: Asked, taken: int) -> Fit | None:

@@ -10,6 +10,7 @@ The rules, exact on the views given:
     - Within a node: the choice of `nvlink.choose_slots`, which keeps NVLink sets whole.
     - Between nodes: fewest NVLink sets touched, then no complete set broken, then best fit (fewest free GPUs left, or
       vCPUs and memory for a request without GPUs), then the lower node id. The same views give the same plan.
+    - A request that is to be spread takes the nodes with the most free GPUs (or vCPUs, without GPUs) before all that.
     - Never fewer than asked for.
 
 The work is one look at each node, and identical GPUs are never permuted. `Placer` is what a placer offers its callers,

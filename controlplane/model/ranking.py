@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import replace
+from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from controlplane.model.fit import fit_node, request_window
+from controlplane.model.fit import fit_node, request_window, spread_rank
 from controlplane.model.instants import to_end, to_instant
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked
 from controlplane.model.nvlink import choose_slots, largest_set
@@ -81,6 +82,7 @@ class _Shape(NamedTuple):
     gpus: int
     one_set: bool
     whole_node: bool
+    spread: bool
 
 
 class _Ranked(NamedTuple):
@@ -260,11 +262,22 @@ class NodeRanking:
                     yield fit
 
     def _by_scalars(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
+        if request.strategy == "spread":
+            yield from self._by_most_scalars(request, asked)
+            return
         for _, nodes in sorted(self._scalars.items()):
             for i in range(bisect_left(nodes, (request.vcpus_per_node, 0, 0)), len(nodes)):
                 fit = fit_node(request, self._nodes[nodes[i][2]], asked)
                 if fit is not None:
                     yield fit
+
+    def _by_most_scalars(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
+        for vcpus, _, node_id in merge(*map(reversed, self._scalars.values()), reverse=True):
+            if vcpus < request.vcpus_per_node:
+                return
+            fit = fit_node(request, self._nodes[node_id], asked)
+            if fit is not None:
+                yield fit
 
     def _likely_later(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
         if not request.gpus_per_node:
@@ -292,8 +305,11 @@ class NodeRanking:
         fits: dict[int, Fit] = {}
         looks = 0
         for day in (asked.start // _DAY, _EVER_AFTER):
-            nodes = self._busy.get(day, ())
-            for _, node_id in nodes[bisect_left(nodes, (request.gpus_per_node, -1)) :][:BUSY_LOOKS_MAX]:
+            nodes = self._busy.get(day, [])
+            enough = nodes[bisect_left(nodes, (request.gpus_per_node, -1)) :]
+            if request.strategy == "spread":
+                enough.reverse()
+            for _, node_id in enough[:BUSY_LOOKS_MAX]:
                 if looks == BUSY_LOOKS_MAX or len(fits) == BUSY_FITS_MAX + request.nodes:
                     break
                 looks += 1
@@ -305,7 +321,9 @@ class NodeRanking:
     # --- ranking ---------------------------------------------------------------------------------
 
     def _rank(self, request: PlacementRequest, *, idle: bool = False) -> list[_Ranked]:
-        shape = _Shape(request.gpus_per_node, request.topology == "nvlink-all", request.whole_node)
+        shape = _Shape(
+            request.gpus_per_node, request.topology == "nvlink-all", request.whole_node, request.strategy == "spread"
+        )
         if idle:
             # healthy slots and sets: a handful
             return sorted(ranked for kind in self._idle if (ranked := _rank_kind(shape, kind)))
@@ -390,7 +408,9 @@ def _rank_kind(shape: _Shape, kind: _Kind) -> _Ranked | None:
         fits = kind.whole and size == shape.gpus and (not shape.one_set or largest_set(kind.free, kind.groups) == size)
         return _Ranked((), kind) if fits else None
     choice = choose_slots(kind.free, kind.groups, shape.gpus, one_set=shape.one_set)
-    return None if choice is None else _Ranked(choice.rank, kind)
+    if choice is None:
+        return None
+    return _Ranked(spread_rank(kind.free, choice.rank) if shape.spread else choice.rank, kind)
 
 
 def _refusal_key(request: PlacementRequest, asked: Asked, horizon: datetime | None) -> Hashable:

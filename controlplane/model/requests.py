@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from controlplane.model.labels import Selector
 
 Topology = Literal["any", "nvlink-all"]
+Strategy = Literal["pack", "spread"]
 
 # A gang is booked in one transaction that locks each of its nodes: this bounds the transaction.
 NODES_MAX = 256
@@ -64,6 +65,7 @@ class PlacementRequest:
         start: when; None is now.
         duration: how long; None is open ended.
         selector: the nodes it may be on, by their labels; none leaves it every node of the pool.
+        strategy: `pack` fills nodes that are in use before it begins another; `spread` takes the emptiest.
     """
 
     nodes: int
@@ -75,6 +77,7 @@ class PlacementRequest:
     start: datetime | None
     duration: timedelta | None
     selector: Selector = ()
+    strategy: Strategy = "pack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ def resolve_request(
     duration: timedelta | None = None,
     limits: WindowLimits = NO_LIMITS,
     selector: Sequence[str] = (),
+    strategy: str = "pack",
 ) -> PlacementRequest:
     """Make a user's request (totals over all nodes) into the planner's (shares of each node), within the pool's limits.
 
@@ -145,6 +149,7 @@ def resolve_request(
         start=_resolve_start(start, now),
         duration=_resolve_duration(duration),
         selector=_resolve_selector(selector),
+        strategy=_resolve_strategy(strategy),
     )
     check_limits(limits, request, now)
     return request
@@ -260,6 +265,14 @@ def _resolve_topology(topology: str, gpus_per_node: int, count: int, nodes: int 
             f"say nodes={count} for one NVLink set on each",
         )
     return "nvlink-all"
+
+
+def _resolve_strategy(strategy: str) -> Strategy:
+    for known in get_args(Strategy):
+        if strategy == known:
+            return known
+    known = " or ".join(repr(name) for name in get_args(Strategy))
+    raise InvalidRequest("strategy", f"{strategy!r} is not known", f"use {known}")
 
 
 def _resolve_start(start: datetime | None, now: datetime) -> datetime | None:

@@ -69,6 +69,7 @@ ACTIVE: dict[str, Any] = {
     "topology": "nvlink-all",
     "whole_node": False,
     "selector": [],
+    "strategy": "pack",
     "start": "2030-01-01T10:00:00Z",
     "end": "2030-01-01T18:00:00Z",
     "duration_s": 28_800,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from controlplane.model.instants import to_end, to_instant
 from controlplane.model.labels import parse_selector
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, group_masks
-from controlplane.model.requests import PlacementRequest, Topology
+from controlplane.model.requests import PlacementRequest, Strategy, Topology
 from controlplane.model.units import mask_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def make_request(
     start: float | None = None,
     hours: float | None = 1,
     selector: Sequence[str] = (),
+    strategy: Strategy = "pack",
 ) -> PlacementRequest:
     """Amounts are each node's; `start` is in hours from now."""
     return PlacementRequest(
@@ -50,6 +51,7 @@ def make_request(
         start=None if start is None else at(start),
         duration=None if hours is None else timedelta(hours=hours),
         selector=parse_selector(selector),
+        strategy=strategy,
     )
 
 

@@ -122,6 +122,7 @@ class LedgerFleet:
         project_id: int | None = None,
         queue_s: float | None = None,
         selector: Sequence[str] = (),
+        strategy: str = "pack",
     ) -> int:
         """Store a draft; `start_s` and `queue_s` count from the fleet's now. Amounts are per node."""
 
@@ -147,6 +148,7 @@ class LedgerFleet:
                     queue_deadline=None if queue_s is None else now + timedelta(seconds=queue_s),
                     created_by="usr_test",
                     selector=list(selector),
+                    strategy=strategy,
                 ),
             )
             return new.reservation_id

@@ -62,6 +62,7 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
             duration=None if duration_s is None else timedelta(seconds=duration_s),
             limits=found.limits,
             selector=asked.selector,
+            strategy=asked.strategy,
         )
     except InvalidRequest as exc:
         raise as_invalid(exc) from exc

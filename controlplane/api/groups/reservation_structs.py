@@ -56,6 +56,13 @@ class What(Idempotent, frozen=True, kw_only=True):
             description="Only on nodes of which every term is true: `zone=a`, `zone!=a`, `zone` (has it), `!zone`.",
         ),
     ] = msgspec.field(default_factory=list[str])
+    strategy: Annotated[
+        str,
+        msgspec.Meta(
+            max_length=64,
+            description="`pack` fills nodes that are in use first; `spread` takes the emptiest nodes.",
+        ),
+    ] = "pack"
     vcpus: Annotated[int, msgspec.Meta(le=AMOUNT_MAX)] | None = None
     memory_mib: Annotated[int, msgspec.Meta(le=MEMORY_MIB_MAX)] | None = None
 
@@ -161,6 +168,7 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
     topology: str
     whole_node: bool
     selector: list[str]
+    strategy: str
     start: datetime | None
     end: datetime | None
     duration_s: int | None
@@ -214,6 +222,7 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
         topology=row.topology,
         whole_node=row.whole_node,
         selector=row.selector,
+        strategy=row.strategy,
         start=_utc(row.window_start or row.starts_at),
         end=_utc(row.window_end),
         duration_s=row.duration_s,

@@ -105,6 +105,7 @@ def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Res
             queue_deadline=None if given.queue_for_s is None else found.now + timedelta(seconds=given.queue_for_s),
             created_by=call.principal.id,
             selector=write_selector(request.selector),
+            strategy=request.strategy,
         ),
     )
     return Target(_resource(row), row)

@@ -157,6 +157,7 @@ def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> 
         queue_deadline=None,
         created_by=call.principal.id,
         selector=write_selector(request.selector),
+        strategy=request.strategy,
     )
     plans = _plan(tx, call, resolved, asked.occurrences, now)
     if given.all_or_nothing:

@@ -43,6 +43,11 @@ WHAT = (
         metavar="TERM",
         help="Only nodes with such labels: zone=a, zone!=a, zone or !zone; may be repeated.",
     ),
+    click.option(
+        "--strategy",
+        type=click.Choice(["pack", "spread"]),
+        help="pack: fill nodes that are in use first. spread: take the emptiest nodes. [default: pack]",
+    ),
     click.option("--vcpus", type=click.IntRange(min=1), metavar="N", help="vCPUs, over all nodes."),
     click.option("--memory", type=MEMORY, help="Memory, over all nodes, as in 64GiB."),
 )

@@ -1,4 +1,4 @@
-"""Selectors in the ledger: where a reservation may go, and that it is kept to while it waits or is moved."""
+"""Selectors and strategies in the ledger: where a reservation may go, kept to while it waits or is moved."""
 
 from __future__ import annotations
 
@@ -78,3 +78,15 @@ async def test_labels_are_part_of_what_a_planner_must_have_seen(dsn: Dsn) -> Non
         assert after.placement_gen > before.placement_gen
         await label(fleet, fleet.nodes[0], disk="nvme", zone="a")
         assert await fleet.run(views.load_node_views, fleet.pool_id) == [after]
+
+
+async def test_what_is_to_be_spread_stays_so_while_it_waits(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        first = await fleet.reserve(7)
+        assert node_of(fleet, await fleet.reserve(1)) == node_of(fleet, first)
+        (other,) = node_of(fleet, await fleet.reserve(1, strategy="spread"))
+        assert [other] != node_of(fleet, first)
+        waiting = await fleet.reserve(8, strategy="spread")
+        assert (waiting.state, waiting.strategy) == ("queued", "spread")
+        fleet.add_node()
+        assert node_of(fleet, await fleet.retry_queue(waiting.reservation_id)) == [fleet.nodes[2].node_id]

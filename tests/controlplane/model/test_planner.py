@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controlplane.model.earliest import CHECK_STEPS, STEPS_MAX
+from controlplane.model.index import PoolIndex
 from controlplane.model.nodeview import Booked, NodeView
 from controlplane.model.planner import NoPlan, Plan, ScanPlacer, plan_placement
 from controlplane.model.refusals import PendingReason
@@ -32,6 +33,7 @@ from tests.support.fleets import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from controlplane.model.planner import Placer
     from controlplane.model.requests import PlacementRequest
 
 
@@ -339,3 +341,29 @@ def test_the_estimate_on_a_full_pool_is_bounded_too(gang: int) -> None:
     calls = count_calls(lambda: plan_placement(make_request(8, nodes=gang, hours=2), fleet, NOW, HORIZON))
     checks = 2 * STEPS_MAX / (CHECK_STEPS + 500)
     assert calls < 16 * len(fleet) + 6 * checks
+
+
+# --- spread --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make_placer", [ScanPlacer, PoolIndex])
+@pytest.mark.parametrize("start", [None, 2])
+def test_what_is_spread_goes_to_the_emptiest_nodes(make_placer: Callable[..., Placer], start: float | None) -> None:
+    nodes = [use(make_node(1), 0, until=9), use(make_node(2), 0, 1, 2, until=9), make_node(3), make_node(4)]
+    placer = make_placer(nodes)
+    for gang, expected in ((1, [3]), (3, [1, 3, 4])):
+        plan = placer.plan(make_request(2, nodes=gang, start=start, strategy="spread"), NOW, None)
+        assert isinstance(plan, Plan)
+        assert [part.node_id for part in plan.parts] == expected
+    packed = placer.plan(make_request(2, start=start), NOW, None)
+    assert isinstance(packed, Plan)
+    assert [part.node_id for part in packed.parts] == [2]
+
+
+@pytest.mark.parametrize("make_placer", [ScanPlacer, PoolIndex])
+def test_vcpus_are_spread_by_vcpus(make_placer: Callable[..., Placer]) -> None:
+    nodes = [make_node(i, (), vcpus=vcpus, memory_mib=8) for i, vcpus in enumerate((4, 64, 16))]
+    placer = make_placer(nodes)
+    for start in (None, 2):
+        request = make_request(vcpus=2, start=start, strategy="spread")
+        assert [fit.node.node_id for fit in placer.candidates(request, NOW)] == [1, 2, 0]

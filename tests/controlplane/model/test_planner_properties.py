@@ -34,6 +34,8 @@ slot_spans = st.sampled_from([*map(slot_span, range(4)), *map(slot_span, range(4
 label_sets = st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["1", "2"]))
 selectors = st.sampled_from([(), (), (), ("a=1",), ("a!=1",), ("a",), ("!b",), ("a", "b=2")])
 
+strategies = st.sampled_from(["pack", "pack", "spread"])
+
 
 @st.composite
 def calendars(draw: st.DrawFn) -> Booked:
@@ -82,6 +84,7 @@ requests = st.builds(
     start=st.none() | st.integers(1, 6),
     hours=st.none() | st.integers(1, 4),
     selector=selectors,
+    strategy=strategies,
 ).filter(lambda request: request.gpus_per_node or (request.vcpus_per_node and request.topology == "any"))
 
 whole_requests = st.builds(
@@ -92,6 +95,7 @@ whole_requests = st.builds(
     start=st.none() | st.integers(1, 6),
     hours=st.none() | st.integers(1, 4),
     selector=selectors,
+    strategy=strategies,
 )
 
 
