@@ -1176,6 +1176,8 @@ CREATE TABLE public.reservation (
     ended_at timestamp with time zone,
     selector text[] DEFAULT '{}'::text[] NOT NULL,
     strategy text DEFAULT 'pack'::text NOT NULL,
+    priority smallint DEFAULT 0 NOT NULL,
+    estimated_start timestamp with time zone,
     CONSTRAINT reservation_check CHECK (((gpus_per_node > 0) OR (vcpus_per_node > 0) OR (memory_mib_per_node > 0) OR whole_node)),
     CONSTRAINT reservation_check1 CHECK (((state <> ALL (ARRAY['placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text])) OR (during IS NOT NULL))),
     CONSTRAINT reservation_check2 CHECK (((state <> ALL (ARRAY['releasing'::text, 'released'::text])) OR (end_cause IS NOT NULL))),
@@ -1187,6 +1189,7 @@ CREATE TABLE public.reservation (
     CONSTRAINT reservation_gpus_per_node_check CHECK (((gpus_per_node >= 0) AND (gpus_per_node <= 64))),
     CONSTRAINT reservation_memory_mib_per_node_check CHECK ((memory_mib_per_node >= 0)),
     CONSTRAINT reservation_nodes_check CHECK (((nodes >= 1) AND (nodes <= 1024))),
+    CONSTRAINT reservation_priority_check CHECK (((priority >= '-100'::integer) AND (priority <= 100))),
     CONSTRAINT reservation_selector_check CHECK ((cardinality(selector) <= 8)),
     CONSTRAINT reservation_state_check CHECK ((state = ANY (ARRAY['draft'::text, 'queued'::text, 'placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text, 'rejected'::text, 'cancelled'::text, 'failed'::text, 'expired'::text]))),
     CONSTRAINT reservation_strategy_check CHECK ((strategy = ANY (ARRAY['pack'::text, 'spread'::text]))),
@@ -1847,7 +1850,7 @@ CREATE INDEX reservation_pool ON public.reservation USING btree (pool_id, reserv
 
 -- index reservation_queued
 
-CREATE INDEX reservation_queued ON public.reservation USING btree (pool_id, reservation_id) WHERE (state = 'queued'::text);
+CREATE INDEX reservation_queued ON public.reservation USING btree (pool_id, priority DESC, reservation_id) WHERE (state = 'queued'::text);
 
 -- index reservation_tenant
 

@@ -1,6 +1,6 @@
 """Places queued reservations many at a time: one transaction for up to some hundred of them.
 
-A batch is the inline placer's work done set-wise, with the same guarded statements: claim the rows of
+A batch is the inline placer's work done set-wise, with the same guarded statements: claim those rows of
 the queue that nobody else has locked, take quota in memory, plan each around those before it, lock
 all nodes of the plans, and commit. Whatever loses on the way, to a cordon or to somebody else's
 booking, stays queued and is planned anew in the next batch; the others are not held up by it.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import (
     BIND_TIMEOUT,
+    EARLIEST_HORIZON,
     GUARDS,
     Contended,
     commitment,
@@ -25,12 +26,13 @@ from controlplane.capacity.place import (
     request_at,
 )
 from controlplane.capacity.quota import open_quotas, window_of
-from controlplane.db import reservation_events, reservations
+from controlplane.db import reservation_events, waiting
 from controlplane.db.placements import commit_parts, current_xid, drop_incomplete, lock_planned_nodes, mark_all_placed
 from controlplane.db.places import load_window_limits
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
 from controlplane.db.tx import CheckConflict
+from controlplane.db.waiting import Pending
 from controlplane.model.planner import NoPlan
 from controlplane.model.requests import InvalidRequest, check_limits
 
@@ -53,13 +55,11 @@ class Batch:
 
     Attributes:
         claimed: rows of the queue that were looked at.
-        last: the reservation_id of the last of them: the next batch of the same pass goes on behind it.
         placed: how many of them were placed.
         lost: how many had a plan that something else was faster than.
     """
 
     claimed: int
-    last: int
     placed: int
     lost: int
 
@@ -73,16 +73,15 @@ def place_batch(
     tools: LedgerTools,
     pool_id: int,
     *,
-    limit: int,
-    after: int = 0,
-    only: Sequence[int] | None = None,
+    ids: Sequence[int],
     fence: Fence | None = None,
 ) -> Batch:
-    """Place what fits of the next `limit` reservations that are queued for a pool.
+    """Place what fits of some reservations that are queued for a pool.
+
+    One that cannot start yet keeps its place from those behind it, until `PoolIndexes.end_pass`.
 
     Args:
-        after: look only at reservations with higher ids.
-        only: look only at these.
+        ids: in the order of their turns.
         fence: the pool's lease.
 
     Raises:
@@ -92,24 +91,26 @@ def place_batch(
     if fence is not None:
         fence.check(tx)
     now = load_now(tx)
-    rows = reservations.lock_queued(tx, pool_id, after=after, only=only, limit=limit)
+    turns = {reservation_id: turn for turn, reservation_id in enumerate(ids)}
+    rows = sorted(waiting.lock_queued(tx, pool_id, ids), key=lambda row: turns[row.reservation_id])
     if not rows:
-        return Batch(0, after, 0, 0)
+        return Batch(0, 0, 0)
     book = open_quotas(tx, rows)
     limits = load_window_limits(tx, pool_id)
-    reasons: dict[int, str] = {}
+    reasons: dict[int, Pending] = {}
     asked: list[Reservation] = []
     for row in rows:
         why = _beyond(limits, row, now) or _short(book, row, now)
         if why is None:
             asked.append(row)
         else:
-            reasons[row.reservation_id] = why
-    plans = tools.indexes.plan_all(tx, pool_id, [request_at(row, now) for row in asked], now, horizon=None)
+            reasons[row.reservation_id] = Pending(why, None)
+    requests = [request_at(row, now) for row in asked]
+    plans = tools.indexes.plan_all(tx, pool_id, requests, now, horizon=now + EARLIEST_HORIZON)
     planned: list[Commitment] = []
     for row, plan in zip(asked, plans, strict=True):
         if isinstance(plan, NoPlan):
-            reasons[row.reservation_id] = plan.detail
+            reasons[row.reservation_id] = Pending(plan.detail, plan.earliest)
         else:
             planned.append(commitment(tools, row, plan))
     done = _commit_all(tx, tools, pool_id, planned, now)
@@ -119,7 +120,7 @@ def place_batch(
             book.give_back(row)
     book.write(tx)
     _say_why(tx, reasons)
-    return Batch(len(rows), rows[-1].reservation_id, len(placed), len(planned) - len(done))
+    return Batch(len(rows), len(placed), len(planned) - len(done))
 
 
 def _beyond(limits: WindowLimits, row: Reservation, now: datetime) -> str | None:
@@ -168,9 +169,11 @@ def _commit_all(
     return done
 
 
-def _say_why(tx: Tx, reasons: dict[int, str]) -> None:
+def _say_why(tx: Tx, reasons: dict[int, Pending]) -> None:
     """Note why reservations wait, and tell those for whom it is news."""
     if not reasons:
         return
-    for reservation_id in reservations.set_pending_reasons(tx, reasons):
-        reservation_events.publish(tx, "queued", reservation_id, {"reason": reasons[reservation_id]})
+    for reservation_id in waiting.set_pending_reasons(tx, reasons):
+        pending = reasons[reservation_id]
+        data = {"reason": pending.reason, "estimated_start": pending.estimated_start}
+        reservation_events.publish(tx, "queued", reservation_id, data)

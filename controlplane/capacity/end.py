@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from controlplane.capacity.place import announce
 from controlplane.capacity.quota import give_back_quota
 from controlplane.capacity.specs import write_spec
-from controlplane.db import ledger, reservations
+from controlplane.db import ledger, reservations, waiting
 from controlplane.db.queue import enqueue, schedule
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def wake_waiting(tx: Tx, pool_id: int) -> None:
     Whoever is being queued at this very moment is not seen here. That request enqueues the pool
     itself, and if its pass comes before our commit, the next look (`placement.RECHECK_S`) finds it.
     """
-    if reservations.is_waited_for(tx, pool_id):
+    if waiting.is_waited_for(tx, pool_id):
         enqueue(tx, "pool", [str(pool_id)])
 
 

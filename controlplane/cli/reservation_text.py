@@ -32,10 +32,16 @@ def describe(found: Mapping[str, Any]) -> str:
     if found["state"] in _WORKING:
         line += f": {_WORKING[found['state']]}"
     if found["pending_reason"]:
-        line += f" ({found['pending_reason']})"
+        when = _estimate(found)
+        line += f" ({found['pending_reason']}{f'; could start {when}' if when else ''})"
     if found["conditions"]:
         line += f" [{', '.join(found['conditions'])}]"
     return line
+
+
+def _estimate(found: Mapping[str, Any]) -> str:
+    start = found["estimated_start"]
+    return show_time(datetime.fromisoformat(start)) if start else ""
 
 
 def why_ended(found: Mapping[str, Any]) -> str:
@@ -83,6 +89,8 @@ def pairs_of(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("state", found["state"]),
         ("conditions", ", ".join(found["conditions"])),
         ("reason", found["pending_reason"]),
+        ("could start", _estimate(found)),
+        ("priority", str(found["priority"]) if found["priority"] else ""),
         ("ended", why_ended(found) if found["end_cause"] or found["end_detail"] else ""),
         ("pool", found["pool"]),
         ("asked for", asked_of(found)),

@@ -21,6 +21,7 @@ import msgspec
 
 from controlplane.db.packed import pack
 from controlplane.db.spans import encode_spans
+from controlplane.db.tx import CheckConflict
 from controlplane.model.shards import shard_of
 from shared.ids import new_id
 
@@ -136,7 +137,7 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
         `drop_incomplete` takes them back.
 
     Raises:
-        CheckConflict: booking_scalar_capacity, for all together.
+        CheckConflict: booking_scalar_capacity, for all together: vCPUs or memory of a node do not suffice.
     """
     parts = sorted(
         (
@@ -172,6 +173,10 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
     found: dict[str, set[tuple[int | None, int]]] = {"booked": set(), "held": set(), "counted": set()}
     for what, reservation_id, node_id in rows:
         found[what].add((reservation_id, node_id))
+    if uncounted := {node_id for _, node_id in found["held"]} - {node_id for _, node_id in found["counted"]}:
+        raise CheckConflict(
+            f"nodes {sorted(uncounted)}: vCPUs or memory are held", constraint="booking_scalar_capacity"
+        )
     return {one.reservation_id for one in commitments if _is_complete(one, found)}
 
 
@@ -180,7 +185,7 @@ def _is_complete(one: Commitment, found: Mapping[str, Collection[tuple[int | Non
         key = (one.reservation_id, part.node_id)
         if key not in found["booked"]:
             return False
-        if one.allocation_ids and not (key in found["held"] and (None, part.node_id) in found["counted"]):
+        if one.allocation_ids and key not in found["held"]:
             return False
     return True
 

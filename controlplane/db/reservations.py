@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from datetime import datetime
 
     from controlplane.db.tx import Tx
@@ -21,7 +21,8 @@ COLUMNS = """
   r.gpus_per_node, r.vcpus_per_node, r.memory_mib_per_node, r.topology, r.whole_node, r.starts_at, r.duration_s,
   lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
   r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
-  r.active_at, r.releasing_at, r.ended_at, r.selector, r.strategy, compute_now() as read_at
+  r.active_at, r.releasing_at, r.ended_at, r.selector, r.strategy, r.priority, r.estimated_start,
+  compute_now() as read_at
 """
 
 
@@ -67,6 +68,8 @@ class Reservation:
     ended_at: datetime | None
     selector: list[str]
     strategy: str
+    priority: int
+    estimated_start: datetime | None
     read_at: datetime
 
     @property
@@ -97,6 +100,7 @@ class NewReservation:
     created_by: str
     selector: list[str] = field(default_factory=list[str])
     strategy: str = "pack"
+    priority: int = 0
 
     @property
     def gpus(self) -> int:
@@ -112,12 +116,12 @@ def insert_draft(tx: Tx, new: NewReservation) -> Reservation:
         insert into reservation as r
           (public_id, tenant_id, project_id, pool_id, offering_id, name, nodes, gpus_per_node, vcpus_per_node,
            memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by, selector,
-           strategy)
+           strategy, priority)
         values
           (%(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(offering_id)s, %(name)s, %(nodes)s,
            %(gpus_per_node)s, %(vcpus_per_node)s, %(memory_mib_per_node)s, %(topology)s, %(whole_node)s,
            %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s, %(selector)s,
-           %(strategy)s)
+           %(strategy)s, %(priority)s)
         returning
         """
         + COLUMNS,
@@ -189,38 +193,6 @@ def page_reservations(
     )
 
 
-def lock_queued(tx: Tx, pool_id: int, *, after: int, only: Sequence[int] | None, limit: int) -> list[Reservation]:
-    """Claim queued reservations of a pool, oldest first, passing by those that somebody is changing now."""
-    return tx.rows(
-        Reservation,
-        "select"
-        + COLUMNS
-        + """
-        from reservation r
-        where r.pool_id = %(pool)s and r.state = 'queued' and r.reservation_id > %(after)s
-          and (%(only)s::int8[] is null or r.reservation_id = any(%(only)s))
-        order by r.reservation_id limit %(limit)s
-        for no key update skip locked
-        """,
-        {"pool": pool_id, "after": after, "only": None if only is None else list(only), "limit": limit},
-    )
-
-
-def is_waited_for(tx: Tx, pool_id: int) -> bool:
-    """Whether somebody is queued for the pool.
-
-    One that is being queued at this moment is not seen, and enqueues the pool itself.
-    """
-    return bool(
-        tx.value(
-            """
-            select exists (select from reservation where pool_id = %(pool)s and ended_at is null and state = 'queued')
-            """,
-            {"pool": pool_id},
-        )
-    )
-
-
 def page_open(tx: Tx, after: int, limit: int) -> list[int]:
     """Reservations that have not ended, in id order: what a resync walks over."""
     return [
@@ -236,28 +208,14 @@ def page_open(tx: Tx, after: int, limit: int) -> list[int]:
     ]
 
 
-def page_queued_pools(tx: Tx, after: int, limit: int) -> list[int]:
-    """Pools that somebody waits for."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            """
-            select distinct pool_id from reservation
-            where ended_at is null and state = 'queued' and pool_id > %(after)s
-            order by pool_id limit %(limit)s
-            """,
-            {"after": after, "limit": limit},
-        )
-    ]
-
-
 def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reason: str) -> bool:
     """Let it wait. Says whether it was in the state it should have left."""
     return (
         tx.execute(
             """
             update reservation
-            set state = 'queued', pending_reason = %(reason)s, during = null, placed_at = null, bind_deadline = null,
+            set state = 'queued', pending_reason = %(reason)s, estimated_start = null, during = null,
+                placed_at = null, bind_deadline = null,
                 active_at = null, releasing_at = null, end_cause = null, end_detail = '', conditions = '{}',
                 version = version + 1
             where reservation_id = %(id)s and state = %(leaving)s
@@ -266,22 +224,6 @@ def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reaso
         )
         == 1
     )
-
-
-def set_pending_reasons(tx: Tx, reasons: Mapping[int, str]) -> list[int]:
-    """Note why reservations wait; returns those for which that is news."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            """
-            update reservation r set pending_reason = w.reason, version = version + 1
-            from unnest(%(ids)s::int8[], %(reasons)s::text[]) as w (reservation_id, reason)
-            where r.reservation_id = w.reservation_id and r.state = 'queued' and r.pending_reason <> w.reason
-            returning r.reservation_id
-            """,
-            {"ids": list(reasons), "reasons": list(reasons.values())},
-        )
-    ]
 
 
 def mark_placed(

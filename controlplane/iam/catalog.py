@@ -97,6 +97,7 @@ _VERBS: dict[str, dict[str, str]] = {
         "update": "Extend or shrink the window, or rename.",
         "release": "End one's own hold, or cancel before it begins.",
         "evict": "End another's hold, as an operator.",
+        "prioritize": "Give what waits another place in the queue, as an operator.",
     },
     "allocation": {
         "read": "Look at one, or list them.",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from controlplane.iam.port import Resource
 
 # Acts against a holder, or without a node's word: the operators' alone, also inside a tenant.
-_OPERATORS_ALONE = frozenset({"reservation.evict", "allocation.force_release"})
+_OPERATORS_ALONE = frozenset({"reservation.evict", "reservation.prioritize", "allocation.force_release"})
 _FLEET = frozenset(name for name, action in ACTIONS.items() if action.resource_type.ownership != "tenant")
 _READS = frozenset(name for name, action in ACTIONS.items() if action.reads)
 _SHARED_READS = frozenset(

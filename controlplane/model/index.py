@@ -79,12 +79,16 @@ class PoolIndex:
         for ranking in (self._all, *self._selected.values()):
             ranking.remove(node_id)
 
-    def book(self, plan: Plan) -> None:
-        """Count a plan as booked (and held, if it starts now), so that the next one is made around it."""
-        self._all.book(plan)
+    def book(self, plan: Plan, *, only: Collection[int] | None = None) -> None:
+        """Count a plan as booked (and held, if it starts now), so that the next one is made around it.
+
+        Args:
+            only: the nodes to count it on, which were put in anew since it was booked.
+        """
+        self._all.book(plan, only)
         for ranking in self._selected.values():
             if ranking is not self._all:
-                ranking.book(plan)
+                ranking.book(plan, only)
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -98,6 +102,10 @@ class PoolIndex:
     ) -> Plan | NoPlan:
         """As `planner.plan_placement`, on none of the nodes in `without`."""
         return self._ranking(request.selector).plan(request, now, horizon, without=without)
+
+    def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
+        """The plan for the earliest known start after now, as things are; None if there is none."""
+        return self._ranking(request.selector).plan_earliest(request, now, horizon)
 
     def why_impossible(self, request: PlacementRequest) -> Impossible | None:
         """As `refusals.why_impossible`; remembered until the inventory changes."""

@@ -26,6 +26,7 @@ from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+from controlplane.model.earliest import find_earliest
 from controlplane.model.fit import fit_node, request_window, spread_rank
 from controlplane.model.instants import to_end, to_instant
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked
@@ -142,12 +143,12 @@ class NodeRanking:
             self._unfile(node_id)
             del self._nodes[node_id]
 
-    def book(self, plan: Plan) -> None:
+    def book(self, plan: Plan, only: Collection[int] | None = None) -> None:
         """Count a plan as booked (and held, if it starts now) on those of its nodes that are known here."""
         start, end = to_instant(plan.window.start), to_end(plan.window.end)
         for part in plan.parts:
             node = self._nodes.get(part.node_id)
-            if node is not None:
+            if node is not None and (only is None or part.node_id in only):
                 self._put(_with_part(node, part, start, end, held=plan.starts_now))
 
     def _put(self, node: NodeView) -> None:
@@ -215,6 +216,15 @@ class NodeRanking:
     def _recall(self, request: PlacementRequest, asked: Asked, horizon: datetime | None) -> NoPlan | None:
         since, refused = self._refused.get(_refusal_key(request, asked, horizon), (0, None))
         return None if asked.starts_now and asked.start >= since + REFUSAL_LIFE else refused
+
+    def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
+        """The plan for the earliest known start after now, as things are; None if there is none."""
+        start = find_earliest(request, self._nodes.values(), now, horizon)
+        if start is None:
+            return None
+        asked = request_window(replace(request, start=start), now)
+        best = list(islice(self._candidates(request, asked, _NOBODY), request.nodes))
+        return plan_parts(request, best, asked) if len(best) == request.nodes else None
 
     def why_impossible(self, request: PlacementRequest) -> Impossible | None:
         """As `refusals.why_impossible`, on every node; remembered until the inventory changes."""

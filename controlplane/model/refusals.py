@@ -41,6 +41,7 @@ class PendingReason(StrEnum):
     VCPUS = "vcpus"
     MEMORY = "memory"
     NODES = "nodes"
+    BEHIND = "behind"
 
 
 @dataclass(frozen=True, slots=True)

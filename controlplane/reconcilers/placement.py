@@ -1,7 +1,12 @@
 """The placement reconciler: passes over a pool's queue, in batches, under the pool's lease.
 
 It runs when something of the pool may be free, and when somebody was queued. With the placer
-`pool-lease` that is how every request is placed; with `inline` only those that had to wait.
+`pool-lease` that is how every request is placed; with `inline` only those that had to wait, and those
+that came while others waited and could be in their way.
+
+A pass looks at everybody once, by priority, tenants' turns and age (`model.queueing`). Who cannot
+start now keeps the place where it could start first, so those behind start only if they delay nobody
+ahead: conservative backfill. The places are memory, and are found anew in the next pass.
 """
 
 from __future__ import annotations
@@ -14,22 +19,26 @@ import trio
 from controlplane.capacity.batch import place_batch
 from controlplane.db import leases
 from controlplane.db.leases import Fence
-from controlplane.db.reservations import page_queued_pools
 from controlplane.db.tx import OPERATING_ERRORS
+from controlplane.db.waiting import load_holding, load_waiting, page_queued_pools
+from controlplane.model.queueing import order_queue
 from controlplane.queue.outcome import Again, Done
 from controlplane.reconcilers.reconciler import Reconciler
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from controlplane.capacity.place import LedgerTools
     from controlplane.db.pool import Database
-    from controlplane.queue.outcome import Outcome
+    from controlplane.db.tx import Tx
+from controlplane.queue.outcome import Outcome
 
 # Every change that frees something enqueues the pool; this is for what time alone frees.
 RECHECK_S: Final = 30.0
 # How soon a pool is tried again whose lease somebody else holds: a worker that was paused, or has just died.
 HELD_S: Final = 1.0
+# Those behind are looked at when these are fewer.
+LOOKED_AT_MAX: Final = 5_000
 # A pass plans each shape once and books batch by batch.
 DEADLINE_S: Final = 30.0
 # Outlives a pass, so that nobody has to renew it; after a crash the next worker waits so long for the pool.
@@ -41,16 +50,14 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
     """Gives queued reservations what there is, up to `max_batch` in a transaction."""
 
     async def run_pass(pool_id: int, fence: Fence) -> Outcome:
-        waiting = lost = after = 0
-        while True:
-            batch = await db.run_tx(place_batch, tools, pool_id, limit=max_batch, after=after, fence=fence)
-            waiting, lost, after = waiting + batch.waiting, lost + batch.lost, batch.last
-            if batch.claimed == max_batch:
-                continue
-            if lost:
-                # what they lost to is in the index by now
-                return Again(0.0)
-            return Again(RECHECK_S) if waiting else Done()
+        waiting = lost = 0
+        for ids in _chunks(await db.run_tx(_load_order, pool_id), max_batch):
+            batch = await db.run_tx(place_batch, tools, pool_id, ids=ids, fence=fence)
+            waiting, lost = waiting + batch.waiting, lost + batch.lost
+        if lost:
+            # what they lost to is in the index by now
+            return Again(0.0)
+        return Again(RECHECK_S) if waiting else Done()
 
     async def reconcile(key: str) -> Outcome:
         name = f"placer:{key}"
@@ -60,6 +67,7 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         try:
             return await run_pass(int(key), Fence(name, worker_id, epoch))
         finally:
+            tools.indexes.end_pass(int(key))
             # otherwise it runs out by itself
             with trio.move_on_after(RELEASE_S, shield=True), suppress(*OPERATING_ERRORS):
                 await db.run_lease_tx(leases.release, name, worker_id, epoch)
@@ -77,3 +85,15 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         concurrency=2,
         deadline_s=DEADLINE_S,
     )
+
+
+def _load_order(tx: Tx, pool_id: int) -> list[int]:
+    waiting = load_waiting(tx, pool_id, limit=LOOKED_AT_MAX)
+    # alone, nobody has to take turns
+    several = len({request.tenant_id for request in waiting}) > 1
+    return order_queue(waiting, load_holding(tx, pool_id) if several else {})
+
+
+def _chunks(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(ids), size):
+        yield ids[start : start + size]

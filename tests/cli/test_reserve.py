@@ -113,9 +113,16 @@ def test_bad_input_names_the_field_the_fix_and_the_option(server: CommandServer,
     assert bcctl("reservations", "get", "rsv_nothing").err.startswith("NOT_FOUND: ")
 
 
-def test_dry_run_books_nothing(server: CommandServer, bcctl: CommandLine) -> None:
-    ran = bcctl(*ASK, "--dry-run")
-    assert [line.split()[0] for line in ran.value.splitlines()] == ["fits", "start", "end", "nodes", "reason"]
+def test_a_plan_books_nothing(server: CommandServer, bcctl: CommandLine) -> None:
+    ran = bcctl(*ASK, "--plan")
+    assert [line.split()[0] for line in ran.value.splitlines()] == [
+        "fits",
+        "start",
+        "end",
+        "nodes",
+        "reason",
+        "waiting",
+    ]
     assert bcctl("reservations", "preview", *ASK[1:], "--query", "fits").value == "true"
     assert bcctl("reservations", "list").err == "no reservations\n"
 

@@ -21,7 +21,7 @@ def rows(text: str) -> list[list[str]]:
 
 def test_a_series_is_planned_made_listed_and_cancelled(server: CommandServer, bcctl: CommandLine) -> None:
     when = ("--first", "2031-03-29", "--count", "2")
-    planned = bcctl("series", "create", *RULE, *when, "--dry-run").value
+    planned = bcctl("series", "create", *RULE, *when, "--plan").value
     assert [row[:3] for row in rows(planned[planned.index("DATE") :])] == [
         ["2031-03-29", "2031-03-29", "21:00Z"],
         ["2031-03-30", "2031-03-30", "20:00Z"],

@@ -180,7 +180,8 @@ class LedgerFleet:
 
     async def retry_queue(self, reservation_id: int) -> Reservation:
         """Let a batch try it, and the spec reconciler sign for it."""
-        await self.run(place_batch, self.tools, self.pool_id, limit=1, only=[reservation_id])
+        await self.run(place_batch, self.tools, self.pool_id, ids=[reservation_id])
+        self.tools.indexes.end_pass(self.pool_id)
         for node in self.nodes:
             await self.run(rewrite_if_stale, self.tools, node.node_id)
         return await self.load(reservation_id)

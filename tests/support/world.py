@@ -49,6 +49,7 @@ class World:
     offering: str
     key: str
     reservation: str
+    waiting: str
     series: str
 
     def in_minutes(self, minutes: int) -> str:
@@ -64,6 +65,7 @@ class World:
             self.offering,
             self.key,
             self.reservation,
+            self.waiting,
             self.allocation,
             self.series,
         ]
@@ -88,6 +90,8 @@ async def make_world(api: Api, dsn: Dsn) -> World:
     offering = await api.ok("offerings/create", tenant="acme", pool="h100", slug="half", gpus=4)
     key = await api.ok("apiKeys/create", tenant="acme", name="ci", kind="service")
     reservation = await api.ok("reservations/create", tenant="acme", pool="h100", gpus=1, duration_s=3600, key=acme)
+    # the quota has no room for it
+    waiting = await api.ok("reservations/create", tenant="acme", pool="h100", gpus=8, duration_s=3600, key=acme)
     series = await api.ok("series/create", tenant="acme", key=acme, **WEEKEND)
     allocation = (await api.ok("allocations/list", reservation=reservation["id"]))["items"][0]
     with psycopg.connect(dsn.owner, autocommit=True) as conn:
@@ -111,6 +115,7 @@ async def make_world(api: Api, dsn: Dsn) -> World:
         offering=offering["id"],
         key=key["id"],
         reservation=reservation["id"],
+        waiting=waiting["id"],
         series=series["id"],
     )
 
@@ -171,6 +176,7 @@ def _examples_of_tenants(w: World) -> dict[str, dict[str, Any]]:
         "reservations/extend": {"id": w.reservation, "end": w.in_minutes(120)},
         "reservations/shrink": {"id": w.reservation, "end": w.in_minutes(30)},
         "reservations/evict": {"id": w.reservation, "reason": "maintenance"},
+        "reservations/prioritize": {"id": w.waiting, "priority": 10},
         "series/create": {"tenant": "acme", **WEEKEND, "days": ["sun"]},
         "series/preview": {**WEEKEND, "days": ["sun"]},
         "series/get": {"id": w.series},

@@ -10,6 +10,7 @@ import msgspec
 from controlplane.api.calls import Idempotent, Input, ListInput
 from controlplane.db.reservation_views import load_named, load_names, load_parts
 from controlplane.model.labels import TERMS_MAX
+from controlplane.model.queueing import PRIORITY_MAX, PRIORITY_MIN
 from controlplane.model.states import ReservationState
 
 if TYPE_CHECKING:
@@ -94,6 +95,14 @@ class CreateInput(Asked, frozen=True, kw_only=True):
     queue_for_s: (
         Annotated[int, msgspec.Meta(le=DURATION_S_MAX, description="How long to wait at most, in seconds.")] | None
     ) = None
+    priority: Annotated[
+        int,
+        msgspec.Meta(
+            ge=PRIORITY_MIN,
+            le=PRIORITY_MAX,
+            description="Place in the queue: -100 to 0; above 0 is for operators to give (`reservations/prioritize`).",
+        ),
+    ] = 0
 
 
 class PreviewInput(Asked, frozen=True, kw_only=True):
@@ -103,11 +112,12 @@ class PreviewInput(Asked, frozen=True, kw_only=True):
 class PreviewOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Where and when the request would be placed if it were made now."""
 
-    fits: bool
-    start: datetime | None
+    fits: Annotated[bool, msgspec.Meta(description="Whether it would be placed at once.")]
+    start: Annotated[datetime | None, msgspec.Meta(description="When it could start, if that is known.")]
     end: datetime | None
     nodes: list[str]
     reason: str
+    waiting: Annotated[int, msgspec.Meta(description="Requests that wait for the pool already.")]
 
 
 class GetInput(Input, frozen=True, kw_only=True):
@@ -125,6 +135,12 @@ class ReleaseInput(Idempotent, frozen=True, kw_only=True):
 
 class EvictInput(ReleaseInput, frozen=True, kw_only=True):
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=500, description="Told to the holder.")]
+
+
+class PrioritizeInput(ReleaseInput, frozen=True, kw_only=True):
+    priority: Annotated[
+        int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX, description="Higher ones are looked at first.")
+    ]
 
 
 class MoveEndInput(Idempotent, frozen=True, kw_only=True):
@@ -173,6 +189,10 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
     end: datetime | None
     duration_s: int | None
     pending_reason: str
+    priority: int
+    estimated_start: Annotated[
+        datetime | None, msgspec.Meta(description="While it is queued: when it could start, if that is known.")
+    ]
     end_cause: str | None
     end_detail: str
     parts: list[PartView]
@@ -227,6 +247,8 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
         end=_utc(row.window_end),
         duration_s=row.duration_s,
         pending_reason=row.pending_reason,
+        priority=row.priority,
+        estimated_start=_utc(row.estimated_start) if row.state == "queued" else None,
         end_cause=row.end_cause,
         end_detail=row.end_detail,
         parts=[_part(part) for part in parts],

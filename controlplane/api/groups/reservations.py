@@ -20,6 +20,7 @@ from controlplane.api.groups.reservation_structs import (
     MoveEndInput,
     PreviewInput,
     PreviewOutput,
+    PrioritizeInput,
     ReleaseInput,
     ReservationListInput,
     ReservationView,
@@ -30,10 +31,11 @@ from controlplane.capacity import end as ending
 from controlplane.capacity import windows
 from controlplane.capacity.place import EARLIEST_HORIZON, Placed, announce, place
 from controlplane.capacity.place import placement_request as stored_request
-from controlplane.db import reservations
+from controlplane.capacity.quota import window_of
+from controlplane.db import reservations, waiting
 from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names
-from controlplane.errors import Denied, Impossible, Invalid, QuotaExceeded, SoldOut
+from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
 from controlplane.model.labels import write_selector
 from controlplane.model.planner import NoPlan
@@ -75,6 +77,11 @@ def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Res
         raise Invalid(
             "queue_for_s: is not a time; ask for at least 1 second, or set queue to false", field="queue_for_s"
         )
+    if given.priority > 0:
+        raise Invalid(
+            "priority: above 0 is for operators to give; ask for 0 or less, and have them prioritize it",
+            field="priority",
+        )
     resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
     found = resolved.found
     tenant_id = call.principal.tenant_id
@@ -103,6 +110,7 @@ def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Res
             starts_at=request.start,
             duration_s=given.duration_s,
             queue_deadline=None if given.queue_for_s is None else found.now + timedelta(seconds=given.queue_for_s),
+            priority=given.priority,
             created_by=call.principal.id,
             selector=write_selector(request.selector),
             strategy=request.strategy,
@@ -121,9 +129,12 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
     row = reservations.lock_reservation(tx, target.row.reservation_id)
     assert row is not None, "reservations are never deleted"
     if row.state == "draft":
-        if _is_left_to_scheduler(call, given, row):
+        ahead = _count_ahead(tx, row)
+        if ahead and not given.queue:
+            raise SoldOut(f"{ahead} others wait for this pool, and this one could delay them; wait with them")
+        if ahead or _is_left_to_scheduler(call, given, row):
             _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
-            _queue(tx, row, "waits for the scheduler")
+            _queue(tx, row, f"{ahead} ahead in the queue" if ahead else "waits for the scheduler")
         else:
             result = place(tx, call.context.tools, row, row.read_at)
             if not isinstance(result, Placed):
@@ -134,6 +145,15 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
 def _is_left_to_scheduler(call: Call, given: CreateInput, row: Reservation) -> bool:
     """Gangs, and whoever wants an answer now, are placed in the request itself."""
     return call.context.placer == "pool-lease" and row.nodes == 1 and given.queue
+
+
+def _count_ahead(tx: Tx, row: Reservation) -> int:
+    """How many wait for the pool, unless this one is over before any of them could start."""
+    count, first_start = waiting.load_first_start(tx, row.pool_id)
+    if first_start is None:
+        return 0
+    window = window_of(row, row.read_at)
+    return 0 if window.end is not None and window.end <= first_start else count
 
 
 def _check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest, now: datetime) -> None:
@@ -209,9 +229,18 @@ def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
     resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
     now, pool_id = resolved.found.now, resolved.found.pool_id
     _check_possible(tx, call, pool_id, resolved.request, now)
+    ahead, _ = waiting.load_first_start(tx, pool_id)
     plan = call.context.tools.indexes.look(tx, pool_id, resolved.request, now, horizon=now + EARLIEST_HORIZON)
     if isinstance(plan, NoPlan):
-        return PreviewOutput(fits=False, start=plan.earliest, end=None, nodes=[], reason=plan.detail)
+        start, length = plan.earliest, resolved.request.duration
+        return PreviewOutput(
+            fits=False,
+            start=start,
+            end=None if start is None or length is None else start + length,
+            nodes=[],
+            reason=plan.detail,
+            waiting=ahead,
+        )
     names = load_node_names(tx, [part.node_id for part in plan.parts])
     return PreviewOutput(
         fits=True,
@@ -219,6 +248,7 @@ def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
         end=None if plan.window.end is None else plan.window.end.astimezone(UTC),
         nodes=[names[part.node_id] for part in plan.parts],
         reason="",
+        waiting=ahead,
     )
 
 
@@ -248,6 +278,15 @@ def _evict(tx: Tx, call: Call, given: EvictInput, target: Target[Reservation]) -
         ending.cancel(tx, row, now, cause="evicted_by_operator", detail=given.reason)
     elif row.state in ("binding", "active"):
         ending.end(tx, call.context.tools, row, now, cause="evicted_by_operator", detail=given.reason)
+    return Outcome(data=view_one(tx, row.reservation_id))
+
+
+def _prioritize(tx: Tx, _: Call, given: PrioritizeInput, target: Target[Reservation]) -> Outcome[ReservationView]:
+    row = _lock(tx, target)
+    if not waiting.set_priority(tx, row.reservation_id, given.priority):
+        raise Conflict(f"reservation {row.public_id} is {row.state}: only what waits has a turn")
+    announce(tx, row, "prioritized", priority=given.priority)
+    enqueue(tx, "pool", [str(row.pool_id)])
     return Outcome(data=view_one(tx, row.reservation_id))
 
 
@@ -362,5 +401,15 @@ METHODS = (
         summary="End another's reservation, as an operator.",
         load=_load,
         perform=_evict,
+    ),
+    Mutation(
+        group="reservations",
+        name="prioritize",
+        action="reservation.prioritize",
+        input=PrioritizeInput,
+        output=ReservationView,
+        summary="Give a queued reservation another priority, as an operator.",
+        load=_load,
+        perform=_prioritize,
     ),
 )

@@ -164,6 +164,19 @@ def evict(session: Session, *, reservation: str, reason: str, yes: bool) -> None
     _show_ended(session, session.change("reservations/evict", {"id": reservation, "reason": reason}))
 
 
+@command.command("prioritize")
+@click.argument("reservation")
+@click.argument("priority", type=click.IntRange(-100, 100))
+@pass_session
+def prioritize(session: Session, *, reservation: str, priority: int) -> None:
+    """Give a reservation that waits another place in its queue, as an operator.
+
+    Higher ones are looked at first; what is asked for begins with 0.
+    """
+    asked = {"id": reservation, "priority": priority}
+    reserve.show_reservation(session, session.change("reservations/prioritize", asked))
+
+
 def _move_end(session: Session, verb: str, reservation: str, *, until: datetime | None, by: int | None) -> None:
     from datetime import datetime as instant
     from datetime import timedelta

@@ -66,7 +66,8 @@ _HOW = (
     click.option("--queue-for", type=DURATION, help="How long it may wait for room. [default: until released]"),
     click.option("--no-wait", is_flag=True, help="Print the reservation at once, as it then is."),
     click.option("--timeout", type=DURATION, help="Stop waiting after this; the reservation stays. [default: never]"),
-    click.option("--dry-run", is_flag=True, help="Only say where and when it would be placed."),
+    click.option("--priority", type=click.IntRange(-100, 0), help="Behind others in the queue. [default: 0]"),
+    click.option("--plan", is_flag=True, help="Only say where and when it would be placed; book nothing."),
     click.option(
         "--idempotency-key", metavar="KEY", help="Repeating a request under its key returns the first outcome."
     ),
@@ -123,7 +124,8 @@ def command(
     queue_for: int | None,
     no_wait: bool,
     timeout: int | None,
-    dry_run: bool,
+    priority: int | None,
+    plan: bool,
     idempotency_key: str | None,
     **what: Any,  # noqa: ANN401 - what `asked_for` takes
 ) -> None:
@@ -136,7 +138,7 @@ def command(
     bcctl reserve --pool h100 --gpus 16 --nodes 2 --topology nvlink-all --for 1d --at +2h
     """
     asked = asked_for(**what)
-    if dry_run:
+    if plan:
         session.show(session.read("reservations/preview", asked))
         return
     if no_queue and queue_for is not None:
@@ -147,6 +149,7 @@ def command(
         tenant=tenant,
         queue=False if no_queue else None,
         queue_for_s=queue_for,
+        priority=priority,
         idempotency_key=idempotency_key,
     )
     if no_wait:

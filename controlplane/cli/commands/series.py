@@ -83,7 +83,7 @@ def command() -> None:
 @click.option("--name", help="A name for people.")
 @click.option("--project", help="On whose account inside the tenant.")
 @click.option("--tenant", help="On whose account. [default: your own]")
-@click.option("--dry-run", is_flag=True, help="Only say which windows there would be, and where.")
+@click.option("--plan", is_flag=True, help="Only say which windows there would be, and where.")
 @pass_session
 def create(
     session: Session,
@@ -92,7 +92,7 @@ def create(
     name: str | None,
     project: str | None,
     tenant: str | None,
-    dry_run: bool,
+    plan: bool,
     **asked: Any,  # noqa: ANN401 - what `_asked_for` takes
 ) -> None:
     """Hold devices again and again: each window is a reservation of its own.
@@ -104,7 +104,7 @@ def create(
     bcctl series create --pool h100 --gpus 8 --from 22:00 --to 06:00 --zone America/New_York --until 2030-06-30
     """
     request = _asked_for(**asked)
-    if dry_run:
+    if plan:
         _show(session, session.read("series/preview", request), _PLANNED)
         return
     request |= given(name=name, project=project, tenant=tenant, all_or_nothing=False if what_fits else None)

@@ -121,12 +121,12 @@ async def test_a_limit_that_comes_while_it_waits_keeps_it_waiting(
         assert waiting["state"] == "queued"
         await api.ok("pools/update", pool="h100", **limit)
         await api.ok("nodes/uncordon", node="node-0")
-        await api.context.db.run_tx(place_batch, api.context.tools, 1, limit=1)
+        await api.context.db.run_tx(place_batch, api.context.tools, 1, ids=[1])
         still = await api.ok("reservations/get", id=waiting["id"])
         assert still["state"] == "queued"
         assert still["pending_reason"].startswith(said)
         await api.ok("pools/update", pool="h100", **dict.fromkeys(limit, None))
-        await api.context.db.run_tx(place_batch, api.context.tools, 1, limit=1)
+        await api.context.db.run_tx(place_batch, api.context.tools, 1, ids=[1])
         assert (await api.ok("reservations/get", id=waiting["id"]))["state"] in ("binding", "placed")
 
 

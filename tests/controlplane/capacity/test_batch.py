@@ -28,8 +28,12 @@ async def queue(fleet: LedgerFleet, gpus: int, **request: Any) -> int:
     return reservation_id
 
 
-async def place(fleet: LedgerFleet, limit: int = 100, after: int = 0) -> Batch:
-    return await fleet.run(place_batch, fleet.tools, fleet.pool_id, limit=limit, after=after)
+async def place(fleet: LedgerFleet, *ids: int) -> Batch:
+    """A pass in one batch, over all that waits unless ids are given."""
+    turns = list(ids) or [row[0] for row in fleet.execute("select reservation_id from reservation order by 1")]
+    batch = await fleet.run(place_batch, fleet.tools, fleet.pool_id, ids=turns)
+    fleet.tools.indexes.end_pass(fleet.pool_id)
+    return batch
 
 
 async def states(fleet: LedgerFleet, ids: list[int]) -> list[str]:
@@ -46,18 +50,21 @@ async def test_a_batch_places_what_fits_in_order_and_says_why_the_rest_waits(dsn
         ids = [await queue(fleet, gpus) for gpus in (8, 4, 2, 8, 1, 2)]
         later = await queue(fleet, 8, start_s=7200)
         batch = await place(fleet)
-        assert (batch.claimed, batch.last, batch.placed, batch.lost, batch.waiting) == (7, later, 5, 0, 2)
+        assert (batch.claimed, batch.placed, batch.lost, batch.waiting) == (7, 5, 0, 2)
         assert await states(fleet, ids) == ["binding", "binding", "binding", "queued", "binding", "queued"]
         assert await states(fleet, [later]) == ["placed"]
-        assert (await fleet.load(ids[5])).pending_reason == "needs 2 GPUs on one node; most free on one node: 1"
+        assert (
+            await fleet.load(ids[5])
+        ).pending_reason == "needs 2 GPUs on one node; most free on one node: 1; 1 ahead in the queue"
         fleet.assert_sound()
         queued = fleet.execute("select subject, data->>'reason' from outbox where kind = 'reservation.queued'")
         assert len(queued) == 2
         assert fleet.execute("select count(*) from outbox where kind = 'reservation.placed'") == [(5,)]
         assert fleet.execute("select count(*) from outbox where kind = 'reservation.binding'") == [(4,)]
-        # nothing is news a second time
-        assert (await place(fleet)).placed == 0
-        assert fleet.execute("select count(*) from outbox where kind = 'reservation.queued'") == [(2,)]
+        # once everybody has been looked at, nothing is news any more
+        for _ in range(2):
+            assert (await place(fleet)).placed == 0
+            assert fleet.execute("select count(*) from outbox where kind = 'reservation.queued'") == [(3,)]
 
 
 async def test_holds_of_a_batch_are_bound_by_the_spec_that_is_written_after_it(dsn: Dsn) -> None:
@@ -88,11 +95,11 @@ async def test_a_stale_index_costs_a_plan_and_never_a_double_booking(dsn: Dsn) -
     async with open_fleet(dsn, nodes=2) as fleet:
         other = elsewhere(fleet)
         first = await queue(fleet, 1)
-        await fleet.run(place_batch, other, fleet.pool_id, limit=1, only=[first])
+        await fleet.run(place_batch, other, fleet.pool_id, ids=[first])
         # here the index is loaded; what the other process books next is not in it
         ids = [await queue(fleet, 8), await queue(fleet, 7), await queue(fleet, 8, nodes=2)]
         await fleet.run(fleet.tools.indexes.nodes, fleet.pool_id, (await fleet.load(first)).created_at)
-        await fleet.run(place_batch, other, fleet.pool_id, limit=1, only=[ids[0]])
+        await fleet.run(place_batch, other, fleet.pool_id, ids=ids[:1])
         await place(fleet)
         assert await states(fleet, ids) == ["binding", "binding", "queued"]
         fleet.assert_sound()
@@ -107,10 +114,11 @@ async def test_a_part_that_was_taken_meanwhile_costs_its_reservation_alone(dsn: 
         monkeypatch.setattr(blind, "_read_changes", lambda *_: False)
         assert (await fleet.reserve(1)).state == "binding"
         gang, single = await queue(fleet, 8, nodes=2), await queue(fleet, 4)
-        lost = await fleet.run(place_batch, tools, fleet.pool_id, limit=2)
+        lost = await fleet.run(place_batch, tools, fleet.pool_id, ids=[gang, single])
         assert (lost.placed, lost.lost) == (0, 1)
         # its nodes have been read again, so the next batch knows better
-        assert (await fleet.run(place_batch, tools, fleet.pool_id, limit=2)).placed == 1
+        blind.end_pass(fleet.pool_id)
+        assert (await fleet.run(place_batch, tools, fleet.pool_id, ids=[single, gang])).placed == 1
         assert await states(fleet, [gang, single]) == ["queued", "binding"]
         fleet.assert_sound()
 
@@ -135,7 +143,7 @@ async def test_vcpus_that_were_taken_meanwhile_are_planned_again_in_a_new_transa
         ids = [await queue(fleet, 0, vcpus=40), await queue(fleet, 0, vcpus=40)]
         await fleet.run(fleet.tools.indexes.nodes, fleet.pool_id, (await fleet.load(ids[0])).created_at)
         monkeypatch.setattr(fleet.tools.indexes, "_read_changes", lambda *_: False)
-        await fleet.run(place_batch, elsewhere(fleet), fleet.pool_id, limit=1, only=ids[:1])
+        await fleet.run(place_batch, elsewhere(fleet), fleet.pool_id, ids=ids[:1])
         await place(fleet)
         assert await states(fleet, ids) == ["binding", "binding"]
         fleet.assert_sound()
@@ -149,7 +157,7 @@ async def test_only_the_holder_of_the_pools_lease_places(dsn: Dsn) -> None:
         fleet.advance(61)
         assert await fleet.run(leases.acquire, "placer:1", "two", 60) is not None
         with pytest.raises(StaleEpoch):
-            await fleet.run(place_batch, fleet.tools, 1, limit=1, fence=Fence("placer:1", "one", epoch))
+            await fleet.run(place_batch, fleet.tools, 1, ids=[1], fence=Fence("placer:1", "one", epoch))
         assert await states(fleet, [reservation_id]) == ["queued"]
         reconciler = placement_reconciler(fleet.db, fleet.tools, worker_id="three", max_batch=10)
         await reconciler.reconcile("1")

@@ -40,7 +40,7 @@ def test_the_first_admin_may_do_everything_and_nobody_nothing(action: str) -> No
 @pytest.mark.parametrize("action", ACTIONS)
 def test_an_admin_of_a_tenant_rules_it_and_what_is_below(action: str) -> None:
     kind = ACTIONS[action].resource_type.ownership
-    against_a_holder = action in {"reservation.evict", "allocation.force_release"}
+    against_a_holder = action in {"reservation.evict", "reservation.prioritize", "allocation.force_release"}
     for tenant_id in (ACME, LABS):
         assert _may([_acme("admin")], action, tenant_id) == (not against_a_holder)
     assert not _may([_acme("admin")], action, RIVAL)
@@ -55,7 +55,7 @@ def test_an_operator_runs_the_fleet_and_sees_everything_but_keys(action: str) ->
     allowed = (
         fleet
         or (found.reads and action != "api_key.read")
-        or action in {"reservation.evict", "allocation.force_release"}
+        or action in {"reservation.evict", "reservation.prioritize", "allocation.force_release"}
     )
     assert _may([_root("operator")], action, None if fleet else ACME) == allowed
     assert not _may([_acme("operator")], action, ACME), "the fleet belongs to no tenant"

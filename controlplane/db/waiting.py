@@ -1,0 +1,146 @@
+"""Reservations that wait: whose turn it is, why they wait, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controlplane.db.reservations import COLUMNS, Reservation
+from controlplane.model.queueing import Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
+
+    from controlplane.db.tx import Tx
+
+
+def load_waiting(tx: Tx, pool_id: int, *, limit: int) -> list[Waiting]:
+    """Who is queued for a pool, the first `limit` by priority and age."""
+    return [
+        Waiting(*row)
+        for row in tx.tuples(
+            """
+            select reservation_id, tenant_id, priority, nodes * greatest(gpus_per_node, case gpus_per_node
+                     when 0 then vcpus_per_node else 0 end)
+            from reservation where pool_id = %(pool)s and state = 'queued'
+            order by priority desc, reservation_id limit %(limit)s
+            """,
+            {"pool": pool_id, "limit": limit},
+        )
+    ]
+
+
+def load_holding(tx: Tx, pool_id: int) -> dict[int, int]:
+    """What each tenant has of a pool, booked or held, in the unit of `Waiting.size`."""
+    return dict(
+        tx.tuples(
+            """
+            select tenant_id, sum(nodes * greatest(gpus_per_node, case gpus_per_node
+                                  when 0 then vcpus_per_node else 0 end))::int8
+            from reservation
+            where pool_id = %(pool)s and ended_at is null and state in ('placed', 'binding', 'active', 'releasing')
+            group by tenant_id
+            """,
+            {"pool": pool_id},
+        )
+    )
+
+
+def lock_queued(tx: Tx, pool_id: int, ids: Sequence[int]) -> list[Reservation]:
+    """Claim those of these reservations that are queued for a pool, and that nobody is changing now."""
+    return tx.rows(
+        Reservation,
+        "select"
+        + COLUMNS
+        + """
+        from reservation r
+        where r.reservation_id = any(%(ids)s) and r.pool_id = %(pool)s and r.state = 'queued'
+        order by r.reservation_id
+        for no key update skip locked
+        """,
+        {"pool": pool_id, "ids": list(ids)},
+    )
+
+
+def is_waited_for(tx: Tx, pool_id: int) -> bool:
+    """Whether somebody is queued for the pool.
+
+    One that is being queued at this moment is not seen, and enqueues the pool itself.
+    """
+    return bool(
+        tx.value(
+            """
+            select exists (select from reservation where pool_id = %(pool)s and state = 'queued')
+            """,
+            {"pool": pool_id},
+        )
+    )
+
+
+def page_queued_pools(tx: Tx, after: int, limit: int) -> list[int]:
+    """Pools that somebody waits for."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select distinct pool_id from reservation
+            where ended_at is null and state = 'queued' and pool_id > %(after)s
+            order by pool_id limit %(limit)s
+            """,
+            {"after": after, "limit": limit},
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Why a reservation waits, and when it could start if nobody came before it; None if that is not known."""
+
+    reason: str
+    estimated_start: datetime | None
+
+
+def set_pending_reasons(tx: Tx, pending: Mapping[int, Pending]) -> list[int]:
+    """Note why reservations wait and until when; returns those for which that is news."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            update reservation r set pending_reason = w.reason, estimated_start = w.start, version = version + 1
+            from unnest(%(ids)s::int8[], %(reasons)s::text[], %(starts)s::timestamptz[])
+                 as w (reservation_id, reason, start)
+            where r.reservation_id = w.reservation_id and r.state = 'queued'
+              and (r.pending_reason <> w.reason or r.estimated_start is distinct from w.start)
+            returning r.reservation_id
+            """,
+            {
+                "ids": list(pending),
+                "reasons": [one.reason for one in pending.values()],
+                "starts": [one.estimated_start for one in pending.values()],
+            },
+        )
+    ]
+
+
+def load_first_start(tx: Tx, pool_id: int) -> tuple[int, datetime | None]:
+    """How many wait for a pool, and the earliest start that is estimated for one of them."""
+    ((count, first),) = tx.tuples(
+        "select count(*), min(estimated_start) from reservation where pool_id = %(pool)s and state = 'queued'",
+        {"pool": pool_id},
+    )
+    return count, first
+
+
+def set_priority(tx: Tx, reservation_id: int, priority: int) -> bool:
+    """Give a queued reservation another priority; says whether it was queued."""
+    return (
+        tx.execute(
+            """
+            update reservation set priority = %(priority)s, version = version + 1
+            where reservation_id = %(id)s and state = 'queued'
+            """,
+            {"id": reservation_id, "priority": priority},
+        )
+        == 1
+    )

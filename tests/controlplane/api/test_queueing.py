@@ -1,0 +1,102 @@
+"""The queue over the API: turns, priorities, and those who do not want to wait."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from controlplane.reconcilers.placement import placement_reconciler
+from tests.support.api import Api, Reply, open_api
+from tests.support.ledgers import FROZEN_TIME, insert_node
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from tests.support.postgres import Dsn
+
+HOUR = 3600
+
+
+@asynccontextmanager
+async def open_busy(dsn: Dsn) -> AsyncGenerator[Api]:
+    """One node of eight GPUs, four of which are held for two hours, and one request that waits for all of them."""
+    async with open_api(dsn) as api:
+        await api.ok("sites/create", slug="berlin")
+        await api.ok("pools/create", site="berlin", slug="h100", gpu_model="H100")
+        with psycopg.connect(dsn.admin, autocommit=True) as conn:
+            conn.execute(FROZEN_TIME)
+            insert_node(conn, 1, 0, 8)
+        await api.ok("reservations/create", pool="h100", gpus=4, duration_s=2 * HOUR)
+        assert (await reserve(api, 8, duration_s=HOUR)).data["state"] == "queued"
+        await run_pass(api)
+        yield api
+
+
+async def reserve(api: Api, gpus: int, **asked: Any) -> Reply:
+    return await api.call("reservations/create", pool="h100", gpus=gpus, **asked)
+
+
+async def run_pass(api: Api) -> None:
+    reconciler = placement_reconciler(api.context.db, api.context.tools, worker_id="one", max_batch=100)
+    await reconciler.reconcile("1")
+
+
+async def test_who_waits_is_told_when_it_could_start(dsn: Dsn) -> None:
+    async with open_busy(dsn) as api:
+        (waiting,) = (await api.ok("reservations/list", states=["queued"]))["items"]
+        assert waiting["estimated_start"] == "2030-01-01T02:00:00Z"
+        assert waiting["pending_reason"] == "needs 8 GPUs on one node; most free on one node: 4"
+        plan = await api.ok("reservations/preview", pool="h100", gpus=8, duration_s=HOUR)
+        assert (plan["fits"], plan["start"], plan["end"]) == (False, "2030-01-01T02:00:00Z", "2030-01-01T03:00:00Z")
+        assert plan["waiting"] == 1
+
+
+async def test_a_new_request_that_could_be_in_the_way_takes_its_turn(dsn: Dsn) -> None:
+    async with open_busy(dsn) as api:
+        long = (await reserve(api, 4, duration_s=3 * HOUR)).data
+        assert (long["state"], long["pending_reason"]) == ("queued", "1 ahead in the queue")
+        impatient = await reserve(api, 4, duration_s=3 * HOUR, queue=False)
+        assert impatient.code == "SOLD_OUT"
+        assert impatient.message.startswith("2 others wait for this pool, and this one could delay them")
+        await run_pass(api)
+        assert (await api.ok("reservations/get", id=long["id"]))["estimated_start"] == "2030-01-01T03:00:00Z"
+
+
+async def test_a_new_request_that_is_over_before_any_of_them_starts_is_placed_at_once(dsn: Dsn) -> None:
+    async with open_busy(dsn) as api:
+        assert (await reserve(api, 2, duration_s=2 * HOUR, queue=False)).data["state"] == "binding"
+        assert (await reserve(api, 2, duration_s=2 * HOUR)).data["state"] == "binding"
+
+
+async def test_an_operator_gives_a_priority_and_others_may_only_stand_behind(dsn: Dsn) -> None:
+    async with open_busy(dsn) as api:
+        refused = await reserve(api, 8, duration_s=HOUR, priority=1)
+        assert (refused.code, refused.field) == ("INVALID", "priority")
+        patient = (await reserve(api, 8, duration_s=HOUR, priority=-5)).data
+        assert patient["priority"] == -5
+        urgent = await api.ok("reservations/prioritize", id=patient["id"], priority=50)
+        assert urgent["priority"] == 50
+        await run_pass(api)
+        assert (await api.ok("reservations/get", id=patient["id"]))["estimated_start"] == "2030-01-01T02:00:00Z"
+        (held,) = (await api.ok("reservations/list", states=["binding"]))["items"]
+        started = await api.call("reservations/prioritize", id=held["id"], priority=1)
+        assert (started.code, started.message) == (
+            "CONFLICT",
+            f"reservation {held['id']} is binding: only what waits has a turn",
+        )
+
+
+async def test_with_pool_lease_every_request_waits_for_the_scheduler(dsn: Dsn) -> None:
+    async with open_busy(dsn) as api:
+        await api.ok(
+            "reservations/release", id=(await api.ok("reservations/list", states=["queued"]))["items"][0]["id"]
+        )
+        object.__setattr__(api.context, "placer", "pool-lease")
+        made = (await reserve(api, 1, duration_s=HOUR)).data
+        assert (made["state"], made["pending_reason"]) == ("queued", "waits for the scheduler")
+        assert (await reserve(api, 1, duration_s=HOUR, queue=False)).data["state"] == "binding"
+        assert (await reserve(api, 9, duration_s=HOUR)).code == "INVALID"
+        await run_pass(api)
+        assert (await api.ok("reservations/get", id=made["id"]))["state"] == "binding"

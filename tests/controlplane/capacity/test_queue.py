@@ -1,0 +1,126 @@
+"""The queue of a pool: turns, places that are kept, and who may go before."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from controlplane.db import reservations, waiting
+from controlplane.reconcilers.placement import placement_reconciler
+from tests.support.ledgers import START, LedgerFleet, open_fleet
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from tests.support.postgres import Dsn
+
+HOUR = 3600
+
+
+async def queue(fleet: LedgerFleet, gpus: int, *, priority: int = 0, **request: Any) -> int:
+    reservation_id = await fleet.draft(gpus, **request)
+    assert await fleet.run(reservations.mark_queued, reservation_id, "draft", reason="")
+    assert await fleet.run(waiting.set_priority, reservation_id, priority)
+    return reservation_id
+
+
+async def run_pass(fleet: LedgerFleet, max_batch: int = 100) -> None:
+    await placement_reconciler(fleet.db, fleet.tools, worker_id="one", max_batch=max_batch).reconcile("1")
+
+
+async def states(fleet: LedgerFleet, *ids: int) -> list[str]:
+    return [(await fleet.load(reservation_id)).state for reservation_id in ids]
+
+
+def hours(number: float) -> timedelta:
+    return timedelta(hours=number)
+
+
+async def test_a_small_one_goes_before_if_it_delays_nobody_ahead(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        await fleet.reserve(4, duration_s=2 * HOUR)
+        large = await queue(fleet, 8, duration_s=HOUR)
+        long, short = await queue(fleet, 4, duration_s=3 * HOUR), await queue(fleet, 4, duration_s=2 * HOUR)
+        await run_pass(fleet)
+        assert await states(fleet, large, long, short) == ["queued", "queued", "binding"]
+        assert (await fleet.load(large)).estimated_start == START + hours(2)
+        waiting = await fleet.load(long)
+        assert waiting.estimated_start == START + hours(3), "when the large one is over"
+        assert waiting.pending_reason.endswith("; 1 ahead in the queue")
+        fleet.assert_sound()
+
+
+async def test_an_open_ended_one_never_goes_before(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        await fleet.reserve(4, duration_s=2 * HOUR)
+        large, endless = await queue(fleet, 8, duration_s=HOUR), await queue(fleet, 4, duration_s=None)
+        await run_pass(fleet)
+        assert await states(fleet, large, endless) == ["queued", "queued"]
+
+
+async def test_several_holes_are_filled_once_each(dsn: Dsn) -> None:
+    """oar-team/oar3#61: with several holes to fill, one was filled twice."""
+    async with open_fleet(dsn, nodes=3) as fleet:
+        for gpus in (6, 5, 4):
+            await fleet.reserve(gpus, duration_s=2 * HOUR)
+        large = await queue(fleet, 8, nodes=3, duration_s=HOUR)
+        small = [await queue(fleet, gpus, duration_s=HOUR) for gpus in (4, 3, 2, 2, 3, 1)]
+        await run_pass(fleet)
+        assert await states(fleet, large, *small) == ["queued", *["binding"] * 3, "queued", "queued", "queued"]
+        assert (await fleet.load(large)).estimated_start == START + hours(2)
+        fleet.assert_sound()
+
+
+async def test_places_are_kept_from_one_batch_of_a_pass_to_the_next(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        await fleet.reserve(4, duration_s=2 * HOUR)
+        large, long = await queue(fleet, 8, duration_s=HOUR), await queue(fleet, 4, duration_s=3 * HOUR)
+        await run_pass(fleet, max_batch=1)
+        assert await states(fleet, large, long) == ["queued", "queued"]
+
+
+async def test_a_kept_place_is_gone_with_the_pass(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        await fleet.reserve(4, duration_s=2 * HOUR)
+        large = await queue(fleet, 8, duration_s=HOUR)
+        await run_pass(fleet)
+        fleet.execute("update reservation set state = 'cancelled', ended_at = compute_now() where state = 'queued'")
+        assert (await fleet.reserve(4, duration_s=None)).state == "binding"
+        assert await states(fleet, large) == ["cancelled"]
+
+
+async def test_priority_decides_who_is_looked_at_first(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        low, high = await queue(fleet, 8, priority=-1), await queue(fleet, 8, priority=10)
+        await run_pass(fleet)
+        assert await states(fleet, low, high) == ["queued", "binding"]
+
+
+async def test_a_tenant_that_holds_nothing_goes_before_one_that_holds_half(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        fleet.execute("insert into iam.tenant (public_id, slug, name) values ('ten_other', 'other', 'Other')")
+        await fleet.reserve(8)
+        mine = [await queue(fleet, 8), await queue(fleet, 8)]
+        theirs = await queue(fleet, 8, tenant_id=2)
+        await run_pass(fleet)
+        assert await states(fleet, *mine, theirs) == ["queued", "queued", "binding"]
+
+
+async def test_nobody_passes_those_whose_places_are_not_looked_for(dsn: Dsn, monkeypatch: Any) -> None:
+    monkeypatch.setattr("controlplane.capacity.indexes.PLACES_KEPT_MAX", 2)
+    async with open_fleet(dsn, nodes=1) as fleet:
+        await fleet.reserve(4, duration_s=2 * HOUR)
+        ids = [await queue(fleet, 8, duration_s=HOUR) for _ in range(3)]
+        small = await queue(fleet, 1, duration_s=HOUR)
+        await run_pass(fleet)
+        assert await states(fleet, *ids, small) == ["queued"] * 4
+        assert (await fleet.load(small)).pending_reason.startswith("waits behind the first")
+
+
+async def test_what_has_no_known_start_keeps_nobody_waiting(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        await fleet.reserve(4, duration_s=None)
+        large, small = await queue(fleet, 8, duration_s=HOUR), await queue(fleet, 2, duration_s=None)
+        await run_pass(fleet)
+        assert await states(fleet, large, small) == ["queued", "binding"]
+        assert (await fleet.load(large)).estimated_start is None
