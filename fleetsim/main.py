@@ -141,6 +141,33 @@ def spine(
 @click.option("--nodes", type=_COUNT, default=10_000, show_default=True, help="Nodes of the large fleet.")
 @click.option("--small-nodes", type=_COUNT, default=1_000, show_default=True, help="Nodes of the small fleet.")
 @click.option(
+    "--filled",
+    type=click.FloatRange(min=0.01, max=0.99),
+    default=0.85,
+    show_default=True,
+    help="The part of the GPUs that is held in the filled fleet.",
+)
+@click.option(
+    "--placements",
+    type=click.IntRange(min=1, max=100_000),
+    default=5_000,
+    show_default=True,
+    help="Reservations that are placed in each repeat.",
+)
+@click.option(
+    "--batch", type=click.IntRange(min=1, max=500), default=100, show_default=True, help="In one transaction."
+)
+def placements(*, output: Path | None, keep: bool, **given: Any) -> None:  # noqa: ANN401 - as the options say
+    """Placements in batches through the whole placer, and the same commits without it; what planning costs."""
+    from fleetsim.bench.placements import Parameters, run_placements  # noqa: PLC0415 - as above
+
+    sys.exit(0 if run_placements(Parameters(**given), keep=keep, output=output) else 1)
+
+
+@_ledger_bench
+@click.option("--nodes", type=_COUNT, default=10_000, show_default=True, help="Nodes of the large fleet.")
+@click.option("--small-nodes", type=_COUNT, default=1_000, show_default=True, help="Nodes of the small fleet.")
+@click.option(
     "--live",
     type=click.IntRange(min=0, max=100_000),
     default=10_000,

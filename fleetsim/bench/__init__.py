@@ -2,6 +2,9 @@
 
 running     runs any benchmark: its worlds, one after the other, and its report
 spine       `fleetsim bench spine`; spine_figures has what it reports
+placements  `fleetsim bench placements`; placements_figures has what it reports
+placing     watches a placer at work, and does its commits again without it
+planning    loads indexes and times plans
 inline      `fleetsim bench inline`; inline_figures has what it reports
 booking     clients that book over HTTP, and race for the last unit; callers are their connections
 install     the world of a new user: pip, `bcctl dev`, `bcctl reserve`

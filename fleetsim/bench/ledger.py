@@ -7,7 +7,7 @@ server on it will use, so that nothing has to be signed anew.
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -22,7 +22,7 @@ from controlplane.db.statement_counts import (
     load_statement_calls,
     load_statement_counts,
 )
-from controlplane.db.upkeep import vacuum
+from controlplane.db.upkeep import copy_database, drop_database, vacuum
 from controlplane.fleet.keys import KeySettings, load_or_create_keys
 from controlplane.iam.bootstrap import ensure_root
 from fleetsim.bench.synthetic import Writer
@@ -44,9 +44,10 @@ _KEY_SETTINGS: Final = KeySettings("bettercompute.local", "https://127.0.0.1:744
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """An empty ledger with its root tenant.
+    """A ledger with its root tenant.
 
     Attributes:
+        database: its name.
         admin: the database as a superuser, whom no timeout stops.
         tenant_id, api_key: the root tenant, and its admin's key.
         keys_dir: for the server.
@@ -54,6 +55,7 @@ class Ledger:
     """
 
     postgres: EmbeddedPostgres
+    database: str
     admin: Database
     tenant_id: int
     api_key: str
@@ -62,11 +64,11 @@ class Ledger:
 
     def open_as(self, role: str, *, pool_size: int = 4) -> AbstractAsyncContextManager[Database]:
         """Open the database as one of its login roles (`bc_api`, `bc_worker`), with the limits that they have."""
-        return open_database(DatabaseConfig(self.postgres.dsn(role, DATABASE), pool_size=pool_size))
+        return open_database(DatabaseConfig(self.postgres.dsn(role, self.database), pool_size=pool_size))
 
     async def settle(self) -> None:
         """Do at once what autovacuum would do in the middle of a measurement."""
-        await trio.to_thread.run_sync(vacuum, self.postgres.dsn(db=DATABASE))
+        await trio.to_thread.run_sync(vacuum, self.postgres.dsn(db=self.database))
 
     async def count_statements(self) -> tuple[StatementCounts, dict[str, int]]:
         """Return what the database has been asked so far, in all and by statement."""
@@ -77,18 +79,40 @@ class Ledger:
 
 @asynccontextmanager
 async def open_ledger(directory: Path, *, major: int | None = None) -> AsyncGenerator[Ledger]:
-    """Run PostgreSQL below `directory`, of this major version if one is given. Raises EmbeddedPostgresError."""
+    """Run PostgreSQL below `directory` with an empty ledger. Raises EmbeddedPostgresError.
+
+    `major` is the version of PostgreSQL; left out, the preferred one.
+    """
     clock = SystemClock()
     ids = IdSource(clock)
     async with open_embedded(directory / "postgres", settings=PRELOAD_SETTING, major=major) as postgres:
         owner = await trio.to_thread.run_sync(postgres.ensure_database, DATABASE)
         await trio.to_thread.run_sync(migrate, owner, load(find_migrations()))
         keys = await trio.to_thread.run_sync(load_or_create_keys, directory / "keys", _KEY_SETTINGS, clock)
-        config = DatabaseConfig(postgres.dsn(db=DATABASE), pool_size=2, application_name="fleetsim")
-        async with open_database(config) as admin:
+        async with _open_admin(postgres, DATABASE) as admin:
             await admin.run_tx(enable_statement_counts)
             async with open_database(DatabaseConfig(owner, pool_size=1)) as database:
                 root = await database.run_tx(ensure_root, ids)
             assert root.key is not None, "the database is new"
             writer = Writer(keys.intent.signer, ids)
-            yield Ledger(postgres, admin, root.tenant_id, root.key, directory / "keys", writer)
+            yield Ledger(postgres, DATABASE, admin, root.tenant_id, root.key, directory / "keys", writer)
+
+
+def _open_admin(postgres: EmbeddedPostgres, name: str) -> AbstractAsyncContextManager[Database]:
+    return open_database(DatabaseConfig(postgres.dsn(db=name), pool_size=2, application_name="fleetsim"))
+
+
+@asynccontextmanager
+async def open_copy(ledger: Ledger, name: str) -> AsyncGenerator[Ledger]:
+    """Copy a ledger for the time of the body; nobody may do anything with the original while it is copied.
+
+    What is done in the copy the original does not know, so a second copy begins as the first did.
+    """
+    server = ledger.postgres.dsn(db="postgres")
+    await trio.to_thread.run_sync(copy_database, server, ledger.database, name)
+    try:
+        async with _open_admin(ledger.postgres, name) as admin:
+            yield replace(ledger, database=name, admin=admin)
+    finally:
+        with trio.CancelScope(shield=True):  # the server's own statement, of a second
+            await trio.to_thread.run_sync(drop_database, server, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetsim.bench import inline
+from fleetsim.bench import inline, placements
 from fleetsim.bench.report import Measurements
 from fleetsim.bench.running import Runner
 
@@ -27,4 +27,18 @@ async def test_inline() -> None:
     assert list(figures) == [kind.name for kind in inline.INLINE.kinds]
     assert figures["race_rounds"].spread.median == 3
     assert figures["race_rounds_oversold"].met
+    assert measured.statements["booking_statements"]
+
+
+async def test_placements() -> None:
+    measured = Measurements(placements.PLACEMENTS)
+    parameters = placements.Parameters(
+        nodes=40, small_nodes=3, filled=0.5, placements=40, batch=10, repeats=1, postgres=None
+    )
+    await placements.Bench(parameters, Runner(measured, keep=False)).run()
+    assert measured.failures == []
+    figures = measured.figures()
+    assert list(figures) == [kind.name for kind in placements.PLACEMENTS.kinds]
+    assert figures["empty_no_room"].spread.median == 0
+    assert figures["filled_statements"].spread.median < 20
     assert measured.statements["booking_statements"]

@@ -11,6 +11,7 @@ import pytest
 from fleetsim.bench.figures import ENDINGS, BenchKind, Kind, Peer
 from fleetsim.bench.inline_figures import INLINE
 from fleetsim.bench.machine import Commit, Machine
+from fleetsim.bench.placements_figures import PLACEMENTS
 from fleetsim.bench.report import (
     LedgerReport,
     Measurements,
@@ -23,7 +24,7 @@ from fleetsim.bench.report import (
 )
 from fleetsim.bench.spine_figures import SPINE
 
-BENCHES = [SPINE, INLINE]
+BENCHES = [SPINE, INLINE, PLACEMENTS]
 # A figure of which more is better, with everything a figure can be compared with.
 RATE = BenchKind(
     "rates",

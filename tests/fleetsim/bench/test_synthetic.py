@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from controlplane.api import doctor
+from controlplane.capacity.batch import place_batch
 from controlplane.capacity.indexes import PoolIndexes
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import specs
@@ -17,7 +18,7 @@ from controlplane.db.pool import DatabaseConfig, open_database
 from controlplane.iam.bootstrap import ensure_root
 from controlplane.reconcilers.specs import rewrite_if_stale
 from fleetsim.bench.holds import draw_sizes, plan_holds
-from fleetsim.bench.synthetic import Shape, Writer, load_fleet
+from fleetsim.bench.synthetic import Shape, Writer, load_fleet, queue_reservations, release
 from shared.clocks import SystemClock
 from shared.ids import IdSource
 from shared.signing import Context, IntentSigner, KeyClass, Verifier
@@ -55,7 +56,7 @@ async def test_doctor_finds_nothing_wrong_with_it(dsn: Dsn, held: float) -> None
 
 
 async def test_the_product_sees_nothing_to_mend_in_its_specs(dsn: Dsn) -> None:
-    tools = LedgerTools(WRITER.signer, WRITER.ids, indexes=PoolIndexes())
+    tools = LedgerTools(WRITER.signer, WRITER.ids, PoolIndexes())
     verifier = Verifier({KeyClass.INTENT: [WRITER.signer.public_key]})
     async with open_database(DatabaseConfig(dsn.admin)) as db:
         fleet = await write(db, 4, held=1.0)
@@ -96,3 +97,33 @@ def test_sizes_come_in_the_proportions_of_the_mix_and_fit() -> None:
     sizes = Counter(draw_sizes(random.Random(1), 10_000))
     assert sizes[1] > sizes[2] > sizes[4] > sizes[8] > 1_000
     assert max(draw_sizes(random.Random(1), 1_000, most=5)) == 4
+
+
+async def test_what_is_released_set_by_set_leaves_nothing_behind(dsn: Dsn) -> None:
+    async with open_database(DatabaseConfig(dsn.admin)) as db:
+        fleet = await write(db, 10, held=0.8)
+        ended = fleet.reservations[::2]
+        await db.run_tx(release, ended)
+        assert await findings(db) == []
+        rows = await db.run_tx(
+            lambda tx: tx.tuples(
+                """
+                select (select count(*) from reservation where state = 'released'),
+                       (select count(*) from booking_history),
+                       (select count(*) from allocation where state = 'released'),
+                       (select count(*) from work_queue where queue = 'reservation')
+                """
+            )
+        )
+        assert rows == [(len(ended), len(ended), len(ended), len(fleet.reservations) - len(ended))]
+
+
+async def test_a_queue_is_placed_by_the_product(dsn: Dsn) -> None:
+    tools = LedgerTools(WRITER.signer, WRITER.ids, PoolIndexes())
+    async with open_database(DatabaseConfig(dsn.admin)) as db:
+        fleet = await write(db, 4, held=0.5)
+        queued = await db.run_tx(queue_reservations, WRITER.ids, fleet, [1, 1, 2])
+        assert queued == sorted(queued)
+        batch = await db.run_tx(place_batch, tools, fleet.pool_id, limit=10)
+        assert batch.placed == 3
+        assert await findings(db) == []

@@ -1,0 +1,279 @@
+"""`fleetsim bench placements`: thousands of placements a second through the whole placer, and the limit of it.
+
+Two worlds, a fleet that is empty and one that is filled and kept so. In each, indexes are loaded and plans timed first.
+Then every repeat copies the database twice: in the first copy the placement reconciler works through a queue; in
+the second what it sent is sent again, without it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from controlplane.capacity.place import LedgerTools
+from controlplane.db import leases
+from controlplane.db.time import load_now
+from controlplane.reconcilers.placement import LEASE_S, placement_reconciler
+from fleetsim.bench.holds import draw_sizes
+from fleetsim.bench.ledger import open_copy, open_ledger
+from fleetsim.bench.placements_figures import PLACEMENTS
+from fleetsim.bench.placing import Spent, Timed, WatchedDatabase, WatchedIndexes, read_spent, replay
+from fleetsim.bench.planning import load_cold
+from fleetsim.bench.report import Measurements, Statement
+from fleetsim.bench.running import NotMeasured, Runner, run_bench, tell
+from fleetsim.bench.samples import percentile
+from fleetsim.bench.synthetic import Shape, load_fleet, queue_reservations, release
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from controlplane.capacity.batch import Batch
+    from controlplane.db.tx import Tx
+    from fleetsim.bench.ledger import Ledger
+    from fleetsim.bench.synthetic import SyntheticFleet
+
+# Each pass after the first is for a few that found no room.
+PASSES_MAX: Final = 10
+WORKER: Final = "wrk_bench"
+
+
+class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured. `filled` is the part of the GPUs that is held in the filled fleet."""
+
+    nodes: int
+    small_nodes: int
+    filled: float
+    placements: int
+    batch: int
+    repeats: int
+    postgres: int | None
+
+    def list_not_comparable(self) -> set[str]:
+        """Return the figures that the reference measured under other conditions."""
+        if self.nodes == 10_000:
+            return set()
+        return {kind.name for kind in PLACEMENTS.kinds if kind.reference is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One run over a queue."""
+
+    spent: Spent
+    batches: list[Timed]
+
+    @property
+    def placed(self) -> int:
+        return sum(batch.placed for batch in self.batches)
+
+    @property
+    def per_s(self) -> float:
+        return self.placed / self.spent.clock_s
+
+
+class Level:
+    """Keeps a fleet as full as it was: what is placed, that many GPUs end, the oldest first."""
+
+    def __init__(self, held: Sequence[tuple[int, int]]) -> None:
+        """`held`: (reservation id, GPUs) of what may end, in its order."""
+        self._held = deque(held)
+        self._surplus = 0
+
+    def take(self, placed: Sequence[tuple[int, int]]) -> list[int]:
+        """Return what has to end when these have been placed."""
+        self._held.extend(placed)
+        self._surplus += sum(gpus for _, gpus in placed)
+        ended: list[int] = []
+        while self._surplus > 0:
+            reservation_id, gpus = self._held.popleft()
+            ended.append(reservation_id)
+            self._surplus -= gpus
+        return ended
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One run."""
+
+    parameters: Parameters
+    runner: Runner
+
+    @property
+    def measured(self) -> Measurements:
+        return self.runner.measured
+
+    async def run(self) -> None:
+        """Measure everything; what fails is noted."""
+        filled = self.parameters.filled
+        await self.runner.repeat(1, ("empty", self._empty), (f"{filled:.0%} filled", self._filled))
+
+    async def _empty(self, directory: Path) -> None:
+        await self._measure(directory, "empty", 0.0)
+
+    async def _filled(self, directory: Path) -> None:
+        await self._measure(directory, "filled", self.parameters.filled)
+
+    async def _measure(self, directory: Path, fill: str, held: float) -> None:
+        given = self.parameters
+        async with open_ledger(directory, major=given.postgres) as ledger:
+            tell("  writing the fleets")
+            fleets = {
+                name: await load_fleet(
+                    ledger.admin, ledger.writer, Shape(nodes), tenant_id=ledger.tenant_id, pool=name, held=held
+                )
+                for name, nodes in (("large", given.nodes), ("small", given.small_nodes))
+            }
+            await ledger.settle()
+            for repeat in range(1, given.repeats + 1):
+                for size, fleet in fleets.items():
+                    await self._plan(ledger, fleet, f"{size}_{fill}")
+                tell(f"  repeat {repeat}: planned")
+            for repeat in range(1, given.repeats + 1):
+                placed, limit = await self._place(ledger, fleets["large"], keep=held > 0)
+                tell(f"  repeat {repeat}: {placed.per_s:,.0f}/s; without the placer {limit.per_s:,.0f}/s")
+                self._add(fill, placed, limit)
+
+    async def _plan(self, ledger: Ledger, fleet: SyntheticFleet, what: str) -> None:
+        load, timed = await ledger.admin.run_tx(load_cold, fleet.pool_id, fleet.shape.gpus)
+        add = self.measured.add
+        add(f"load_{what}_s", load.total_s)
+        add(f"load_{what}_read_s", load.read_s)
+        add(f"index_{what}_mib", load.memory_mib)
+        for shape, (us, _) in timed.items():
+            add(f"plan_{shape}_{what}_us", us)
+
+    # --- placing -----------------------------------------------------------------------------
+
+    async def _place(self, ledger: Ledger, fleet: SyntheticFleet, *, keep: bool) -> tuple[Stretch, Stretch]:
+        """Place a queue in one copy of the ledger, and do the same commits in another."""
+        sizes = draw_sizes(random.Random(2), self.parameters.placements)  # noqa: S311 - a pattern
+        async with open_copy(ledger, "placer") as copy:
+            queued = await copy.admin.run_tx(queue_reservations, copy.writer.ids, fleet, sizes)
+            await copy.settle()
+            ends, placed = await self._place_queue(copy, fleet, dict(zip(queued, sizes, strict=True)), keep=keep)
+        async with open_copy(ledger, "unplaced") as copy:
+            again = await copy.admin.run_tx(queue_reservations, copy.writer.ids, fleet, sizes)
+            assert again == queued, "two copies count on from the same numbers"
+            await copy.settle()
+            limit = await self._commit_again(copy, fleet, placed, ends)
+        return placed, limit
+
+    async def _place_queue(
+        self, ledger: Ledger, fleet: SyntheticFleet, sizes: dict[int, int], *, keep: bool
+    ) -> tuple[list[list[int]], Stretch]:
+        """Let the reconciler place what is queued; returns also what has ended after each batch."""
+        level = Level([])
+        if keep:
+            level = Level(await ledger.admin.run_tx(_load_held, fleet.pool_id))
+        waiting = dict(sizes)
+        ends: list[list[int]] = []
+
+        async def between(_: Batch) -> None:
+            placed = await ledger.admin.run_tx(_load_placed, sorted(waiting))
+            ended = level.take([(one, waiting.pop(one)) for one in placed]) if keep else []
+            ends.append(ended)
+            if ended:
+                await ledger.admin.run_tx(release, ended)
+
+        tools = LedgerTools(ledger.writer.signer, ledger.writer.ids, WatchedIndexes())
+        async with ledger.open_as("bc_worker", pool_size=2) as database:
+            read = partial(read_spent, ledger.postgres.pid)
+            watched = WatchedDatabase(database, read, between)
+            reconciler = placement_reconciler(watched, tools, worker_id=WORKER, max_batch=self.parameters.batch)
+            await database.run_tx(_load_index, tools, fleet.pool_id)
+            before, passes, placed = read(), 0, -1
+            # what did not fit may fit now that others have ended; if a pass places nothing, it never will
+            while passes < PASSES_MAX and placed < watched.placed < len(sizes):
+                placed = watched.placed
+                await reconciler.reconcile(str(fleet.pool_id))
+                passes += 1
+            spent = read() - before - watched.between
+        if not watched.batches:
+            raise NotMeasured("no reservation was placed")
+        return ends, Stretch(spent, watched.batches)
+
+    async def _commit_again(
+        self, ledger: Ledger, fleet: SyntheticFleet, placed: Stretch, ends: Sequence[Sequence[int]]
+    ) -> Stretch:
+        """Send what the placer has sent, batch by batch, with the same reservations ending in between."""
+        total, batches = Spent(0.0, 0.0, 0.0), list[Timed]()
+        async with ledger.open_as("bc_worker", pool_size=2) as database:
+            await database.run_tx(leases.acquire, f"placer:{fleet.pool_id}", WORKER, LEASE_S)
+            for batch, ended in zip(placed.batches, ends, strict=True):
+                before = read_spent(ledger.postgres.pid)
+                await database.run_tx(replay, batch.statements)
+                spent = read_spent(ledger.postgres.pid) - before
+                total += spent
+                batches.append(Timed(batch.placed, spent.clock_s, spent.clock_s))
+                if ended:
+                    await ledger.admin.run_tx(release, ended)
+        return Stretch(total, batches)
+
+    def _add(self, fill: str, placed: Stretch, limit: Stretch) -> None:
+        def add(name: str, value: float) -> None:
+            self.measured.add(f"{fill}_{name}", value)
+
+        add("per_s", placed.per_s)
+        add("limit_per_s", limit.per_s)
+        add("of_limit", placed.per_s / limit.per_s)
+        add("no_room", self.parameters.placements - placed.placed)
+        for percent in (50, 90, 99):
+            add(f"commit_p{percent}_ms", percentile([batch.locked_s for batch in placed.batches], percent) * 1000)
+            add(f"batch_p{percent}_ms", percentile([batch.took_s for batch in placed.batches], percent) * 1000)
+        for percent in (50, 90):
+            add(f"limit_p{percent}_ms", percentile([batch.took_s for batch in limit.batches], percent) * 1000)
+        for name, stretch in (("", placed), ("limit_", limit)):
+            add(f"{name}python_cpu_us", stretch.spent.python_s / stretch.placed * 1e6)
+            add(f"{name}postgres_cpu_us", stretch.spent.postgres_s / stretch.placed * 1e6)
+        last = placed.batches[-1]
+        add("statements", len(last.statements))
+        self.measured.statements["booking_statements"] = [
+            Statement(each=1 / last.placed, query=" ".join(sent.text.split())) for sent in last.statements
+        ]
+
+
+def _load_index(tx: Tx, tools: LedgerTools, pool_id: int) -> None:
+    """A placer has had its index for a long time."""
+    tools.indexes.nodes(tx, pool_id, load_now(tx))
+
+
+def _load_placed(tx: Tx, reservation_ids: Sequence[int]) -> list[int]:
+    """Those of these reservations that are placed now, in the order of their ids."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select reservation_id from reservation where reservation_id = any(%(ids)s) and state = 'binding'
+            order by reservation_id
+            """,
+            {"ids": list(reservation_ids)},
+        )
+    ]
+
+
+def _load_held(tx: Tx, pool_id: int) -> list[tuple[int, int]]:
+    """The reservations that hold something of a pool, with their GPUs, in the order in which they will end."""
+    return [
+        (reservation_id, gpus)
+        for reservation_id, gpus in tx.tuples(
+            """
+            select reservation_id, gpus_per_node from reservation
+            where pool_id = %(pool)s and state = 'active' order by md5(public_id)
+            """,
+            {"pool": pool_id},
+        )
+    ]
+
+
+def run_placements(parameters: Parameters, *, keep: bool, output: Path | None) -> bool:
+    """Measure, write and print the report; return whether nothing failed. Raises ClickException."""
+    measured = Measurements(PLACEMENTS)
+    measured.not_comparable = parameters.list_not_comparable()
+    bench = Bench(parameters, Runner(measured, keep))
+    return run_bench(measured, parameters, bench.run, output=output, major=parameters.postgres)
