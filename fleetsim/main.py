@@ -59,6 +59,16 @@ def bench() -> None:
     """Measure, and compare with the reference."""
 
 
+_quiet = click.option(
+    "--quiet",
+    "quiet_s",
+    type=click.FloatRange(min=0.1, max=600),
+    default=10.0,
+    show_default=True,
+    help="How many seconds the idle server is watched, whose statements are taken out of the counts.",
+)
+
+
 def _ledger_bench(command: Callable[..., None]) -> click.Command:
     """Make a function a benchmark of the ledger, with the options that all of these have."""
     for option in (
@@ -190,19 +200,49 @@ def placements(*, output: Path | None, keep: bool, **given: Any) -> None:  # noq
     show_default=True,
     help="Rounds for the last unit, for each of three numbers of clients.",
 )
-@click.option(
-    "--quiet",
-    "quiet_s",
-    type=click.FloatRange(min=0.1, max=600),
-    default=10.0,
-    show_default=True,
-    help="How many seconds the idle server is watched, whose statements are taken out of the counts.",
-)
+@_quiet
 def inline(*, output: Path | None, keep: bool, **given: Any) -> None:  # noqa: ANN401 - as the options say
     """One booking a request over HTTP: rate, latency, cost, and the race for the last unit."""
     from fleetsim.bench.inline import Parameters, run_inline  # noqa: PLC0415 - as above
 
     sys.exit(0 if run_inline(Parameters(**given), keep=keep, output=output) else 1)
+
+
+@_ledger_bench
+@click.option("--nodes", type=_COUNT, default=10_000, show_default=True, help="Nodes of the pool, all of them full.")
+@click.option("--waiting", type=_COUNT, default=2_000, show_default=True, help="Reservations in the queue.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1, max=1_000),
+    default=30,
+    show_default=True,
+    help="How often one reservation is released alone.",
+)
+@click.option("--batch", type=click.IntRange(min=1, max=500), default=100, show_default=True, help="At a time.")
+def queue(*, output: Path | None, keep: bool, **given: Any) -> None:  # noqa: ANN401 - as the options say
+    """A queue for a full pool: passes over it, and how soon it moves when something is released."""
+    from fleetsim.bench.queue import Parameters, run_queue  # noqa: PLC0415 - as above
+
+    sys.exit(0 if run_queue(Parameters(**given), keep=keep, output=output) else 1)
+
+
+@_ledger_bench
+@click.option("--nodes", type=_COUNT, default=2_000, show_default=True, help="Nodes of the pool.")
+@click.option("--clients", type=click.IntRange(min=1, max=100), default=4, show_default=True, help="At once.")
+@click.option("--bookings", type=_COUNT, default=500, show_default=True, help="In one stretch of measuring, at most.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.1, max=600),
+    default=6.0,
+    show_default=True,
+    help="How long one stretch of measuring lasts, at most.",
+)
+@_quiet
+def quota(*, output: Path | None, keep: bool, **given: Any) -> None:  # noqa: ANN401 - as the options say
+    """Admissions under no, one and three levels of quotas, with all clients under the same or each under its own."""
+    from fleetsim.bench.quota import Parameters, run_quota  # noqa: PLC0415 - as above
+
+    sys.exit(0 if run_quota(Parameters(**given), keep=keep, output=output) else 1)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import trio
 
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import leases
@@ -23,11 +24,12 @@ from fleetsim.bench.holds import draw_sizes
 from fleetsim.bench.ledger import open_copy, open_ledger
 from fleetsim.bench.placements_figures import PLACEMENTS
 from fleetsim.bench.placing import Spent, Timed, WatchedDatabase, WatchedIndexes, read_spent, replay
-from fleetsim.bench.planning import load_cold
+from fleetsim.bench.planning import load_cold, measure_memory, time_plans
 from fleetsim.bench.report import Measurements, Statement
 from fleetsim.bench.running import NotMeasured, Runner, run_bench, tell
 from fleetsim.bench.samples import percentile
-from fleetsim.bench.synthetic import Shape, load_fleet, queue_reservations, release
+from fleetsim.bench.synthetic import Shape, load_fleet
+from fleetsim.bench.turnover import queue_reservations, release
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,12 +142,14 @@ class Bench:
                 self._add(fill, placed, limit)
 
     async def _plan(self, ledger: Ledger, fleet: SyntheticFleet, what: str) -> None:
-        load, timed = await ledger.admin.run_tx(load_cold, fleet.pool_id, fleet.shape.gpus)
+        load, views = await ledger.admin.run_tx(load_cold, fleet.pool_id)
+        now = await ledger.admin.run_tx(load_now)
+        timed = await trio.to_thread.run_sync(time_plans, views, fleet.shape.gpus, now)
         add = self.measured.add
         add(f"load_{what}_s", load.total_s)
         add(f"load_{what}_read_s", load.read_s)
-        add(f"index_{what}_mib", load.memory_mib)
-        for shape, (us, _) in timed.items():
+        add(f"index_{what}_mib", await ledger.admin.run_tx(measure_memory, fleet.pool_id))
+        for shape, us in timed.items():
             add(f"plan_{shape}_{what}_us", us)
 
     # --- placing -----------------------------------------------------------------------------

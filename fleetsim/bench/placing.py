@@ -153,6 +153,9 @@ class WatchedDatabase:
             self.between += self._read_spent() - before
         return result
 
+    async def run_read(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._inner.run_read(fn, *args, **kwargs)
+
     async def run_lease_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._inner.run_lease_tx(fn, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """What planning itself costs: loading an index, what it holds in memory, and a plan of each shape of request.
 
-A plan is booked in the index before the next one is made, as a placer does it, so that nothing is answered from what
-the index remembers of the same question; only the planning is timed.
+A plan is booked in the index and taken back before the next one is made: so nothing is answered from what the index
+remembers of the same question, and all plans are made in the same fleet. Only the planning is timed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from controlplane.db.time import load_now
 from controlplane.db.views import load_node_views
 from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan
@@ -50,31 +49,28 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ColdLoad:
-    """An index from nothing: seconds of reading the ledger and of filing the nodes, and what it holds."""
+    """An index from nothing: seconds of reading the ledger and of filing the nodes."""
 
     read_s: float
     file_s: float
-    memory_mib: float
 
     @property
     def total_s(self) -> float:
         return self.read_s + self.file_s
 
 
-def load_cold(tx: Tx, pool_id: int, gpus_per_node: int) -> tuple[ColdLoad, dict[str, tuple[float, int]]]:
-    """Load a pool's index, and plan on it; returns also, by shape, microseconds of a plan and how many were refused.
-
-    A second load is measured in memory, which takes its time, and does not count.
-    """
-    now = load_now(tx)
+def load_cold(tx: Tx, pool_id: int) -> tuple[ColdLoad, Sequence[NodeView]]:
+    """Load a pool's index from nothing; returns also what it was made of."""
     gc.collect()
     began = time.perf_counter()
     views = load_node_views(tx, pool_id)
     read = time.perf_counter()
     PoolIndex(views)
-    filed = time.perf_counter()
-    timed = {name: _time_plans(views, _make_request(name, now, gpus_per_node), now) for name in SHAPES}
-    del views
+    return ColdLoad(read - began, time.perf_counter() - read), views
+
+
+def measure_memory(tx: Tx, pool_id: int) -> float:
+    """Load a pool's index once more, slowly, and return how many MiB it holds."""
     gc.collect()
     tracemalloc.start()
     index = PoolIndex(load_node_views(tx, pool_id))
@@ -82,7 +78,12 @@ def load_cold(tx: Tx, pool_id: int, gpus_per_node: int) -> tuple[ColdLoad, dict[
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     del index
-    return ColdLoad(read - began, filed - read, held / 2**20), timed
+    return held / 2**20
+
+
+def time_plans(views: Sequence[NodeView], gpus_per_node: int, now: datetime) -> dict[str, float]:
+    """Return the microseconds of a plan, by shape."""
+    return {name: _time_plans(views, _make_request(name, now, gpus_per_node), now) for name in SHAPES}
 
 
 def _make_request(shape: str, now: datetime, gpus_per_node: int) -> PlacementRequest:
@@ -91,18 +92,21 @@ def _make_request(shape: str, now: datetime, gpus_per_node: int) -> PlacementReq
     return resolve_request(pool, now, start=start, duration=DURATION, **SHAPES[shape])
 
 
-def _time_plans(views: Sequence[NodeView], request: PlacementRequest, now: datetime) -> tuple[float, int]:
+def _time_plans(views: Sequence[NodeView], request: PlacementRequest, now: datetime) -> float:
     index = PoolIndex(views)
-    spent, count, refused = 0.0, 0, 0
+    as_it_was = {view.node_id: view for view in views}
+    spent, count = 0.0, 0
     while count < PLANS and spent < PLANS_S:
         began = time.perf_counter()
         plan = index.plan(request, now, None)
         spent += time.perf_counter() - began
         count += 1
         if isinstance(plan, NoPlan):
-            refused += 1
-            # something of the pool changes, so the refusal is not remembered
-            index.put(index.nodes()[0])
+            # a change somewhere in the pool makes it forget the refusal
+            touched = [views[0].node_id]
         else:
             index.book(plan)
-    return spent / count * 1e6, refused
+            touched = [part.node_id for part in plan.parts]
+        for node_id in touched:
+            index.put(as_it_was[node_id])
+    return spent / count * 1e6

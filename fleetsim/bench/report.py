@@ -188,7 +188,8 @@ def format_report(report: Report, *, reference_host: str) -> str:
     sha = f"{report.commit.sha[:12]}{' with changes' if report.commit.changed else ''}" or "no commit"
     versions = f"PostgreSQL {report.versions['postgresql']}" if "postgresql" in report.versions else "no PostgreSQL"
     lines += ["", f"{describe(report.machine)}, {versions}"]
-    lines += [f"{sha}; reference: {reference_host}; ratio: how many times better than the reference"]
+    compared = f"; reference: {reference_host}; ratio: how many times better than the reference"
+    lines += [sha + (compared if reference_host else "")]
     lines += [
         f"{figure.title}: {_number(peer.value)} {figure.unit}".rstrip() + f" is {peer.of}{_times(peer.ratio)}"
         for figure in report.figures.values()

@@ -20,7 +20,7 @@ import trio
 from controlplane.cli.client import ClientError, open_client
 from controlplane.cli.profiles import CONFIG_VARIABLE
 from fleetsim.bench.children import open_child
-from fleetsim.bench.ledger import DATABASE, open_ledger
+from fleetsim.bench.ledger import open_ledger
 from shared.joining import pin
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ async def open_server_on(ledger: Ledger, directory: Path) -> AsyncGenerator[Serv
     """Run `bcctl serve` on a ledger that may have something in it. Raises ChildFailed."""
     api, join, gateway = free_ports(3)
     config = directory / "config.toml"
-    dsn = ledger.postgres.dsn("", DATABASE)
+    dsn = ledger.postgres.dsn("", ledger.database)
     config.write_text(
         _CONFIG.format(keys_dir=ledger.keys_dir, dsn=dsn, api=api, join=join, gateway=gateway), encoding="utf-8"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetsim.bench import inline, placements
+from fleetsim.bench import inline, placements, queue, quota
 from fleetsim.bench.report import Measurements
 from fleetsim.bench.running import Runner
 
@@ -41,4 +41,21 @@ async def test_placements() -> None:
     assert list(figures) == [kind.name for kind in placements.PLACEMENTS.kinds]
     assert figures["empty_no_room"].spread.median == 0
     assert figures["filled_statements"].spread.median < 20
+    assert measured.statements["booking_statements"]
+
+
+async def test_queue() -> None:
+    measured = Measurements(queue.QUEUE)
+    parameters = queue.Parameters(nodes=120, waiting=30, samples=1, batch=4, repeats=1, postgres=None)
+    await queue.Bench(parameters, Runner(measured, keep=False)).run()
+    assert measured.failures == []
+    assert list(measured.figures()) == [kind.name for kind in queue.QUEUE.kinds]
+
+
+async def test_quota() -> None:
+    measured = Measurements(quota.QUOTA)
+    parameters = quota.Parameters(nodes=20, clients=2, bookings=4, seconds=5.0, quiet_s=0.5, repeats=1, postgres=None)
+    await quota.Bench(parameters, Runner(measured, keep=False)).run()
+    assert measured.failures == []
+    assert list(measured.figures()) == [kind.name for kind in quota.QUOTA.kinds]
     assert measured.statements["booking_statements"]

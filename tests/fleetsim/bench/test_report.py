@@ -12,6 +12,8 @@ from fleetsim.bench.figures import ENDINGS, BenchKind, Kind, Peer
 from fleetsim.bench.inline_figures import INLINE
 from fleetsim.bench.machine import Commit, Machine
 from fleetsim.bench.placements_figures import PLACEMENTS
+from fleetsim.bench.queue_figures import QUEUE
+from fleetsim.bench.quota_figures import QUOTA
 from fleetsim.bench.report import (
     LedgerReport,
     Measurements,
@@ -24,7 +26,7 @@ from fleetsim.bench.report import (
 )
 from fleetsim.bench.spine_figures import SPINE
 
-BENCHES = [SPINE, INLINE, PLACEMENTS]
+BENCHES = [SPINE, PLACEMENTS, INLINE, QUEUE, QUOTA]
 # A figure of which more is better, with everything a figure can be compared with.
 RATE = BenchKind(
     "rates",

@@ -18,7 +18,8 @@ from controlplane.db.pool import DatabaseConfig, open_database
 from controlplane.iam.bootstrap import ensure_root
 from controlplane.reconcilers.specs import rewrite_if_stale
 from fleetsim.bench.holds import draw_sizes, plan_holds
-from fleetsim.bench.synthetic import Shape, Writer, load_fleet, queue_reservations, release
+from fleetsim.bench.synthetic import Shape, Writer, load_fleet
+from fleetsim.bench.turnover import queue_reservations, release
 from shared.clocks import SystemClock
 from shared.ids import IdSource
 from shared.signing import Context, IntentSigner, KeyClass, Verifier
