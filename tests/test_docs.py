@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -77,3 +78,39 @@ def test_files_of_the_tree_that_a_page_names_are_there(path: Path) -> None:
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [name for name in linked if not (path.parent / name).exists()]
     assert missing == []
+
+
+NAMED_TEST = re.compile(r"`(tests/[\w./-]+\.py)::([\w.]+)`")
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_tests_that_a_page_names_are_there(path: Path) -> None:
+    missing = [
+        f"{file}::{name}"
+        for file, name in NAMED_TEST.findall(path.read_text(encoding="utf-8"))
+        if not (ROOT / file).exists() or name not in set(_names_in(ROOT / file))
+    ]
+    assert missing == []
+
+
+def test_what_went_wrong_elsewhere_is_pinned_row_by_row() -> None:
+    rows = [
+        line
+        for line in (DOCS / "explanation" / "elsewhere.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ") and not line.startswith("| what happened")
+    ]
+    assert len(rows) > 20
+    for row in rows:
+        assert re.search(r"(#|LP#|PR #|Ticket )\d+", row), f"whose complaint is it? {row}"
+        assert NAMED_TEST.search(row), f"which test is it? {row}"
+
+
+def _names_in(path: Path) -> Iterator[str]:
+    """Functions of a module, and those of its classes as Class.function."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield f"{node.name}.{inner.name}"
