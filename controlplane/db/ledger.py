@@ -304,6 +304,20 @@ def load_allocations(tx: Tx, reservation_id: int, *, open_only: bool = False) ->
     )
 
 
+def load_nodes_held(tx: Tx, reservation_ids: Sequence[int]) -> list[int]:
+    """The nodes on which any of the reservations holds something, tombstones included."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select distinct node_id from allocation
+            where reservation_id = any(%(ids)s) and released_at is null order by node_id
+            """,
+            {"ids": list(reservation_ids)},
+        )
+    ]
+
+
 def load_open_on_node(tx: Tx, node_id: int) -> list[Allocation]:
     """What the node holds or should hold, tombstones included, oldest first."""
     return tx.rows(

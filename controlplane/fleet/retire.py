@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity import end as ending
 from controlplane.capacity.place import Contended, announce
-from controlplane.capacity.quota import give_back_quota
+from controlplane.capacity.quota import give_back_quota, open_quotas
 from controlplane.db import certificates, commands, devices, ledger, nodes, reservations
 from controlplane.db.queue import enqueue
 from controlplane.fleet.commands import end as end_command
@@ -53,15 +53,19 @@ def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now:
     Raises:
         Contended: somebody placed something on it meanwhile; nothing may be kept of this transaction.
     """
-    # all reservations before any node: the lock order
-    found = [reservations.lock_reservation(tx, holder.reservation_id) for holder in nodes.load_holders(tx, node_id)]
+    # all reservations, then all quotas, then all nodes: the lock order, which one after the other would break
+    found = [
+        reservation
+        for holder in nodes.load_holders(tx, node_id)
+        if (reservation := reservations.lock_reservation(tx, holder.reservation_id)) is not None
+    ]
+    open_quotas(tx, found)
+    ledger.lock_nodes(tx, [node_id, *ledger.load_nodes_held(tx, [row.reservation_id for row in found])])
     for reservation in found:
-        assert reservation is not None, "reservations are never deleted"
         if reservation.state == "placed":
             _unplace(tx, reservation)
         else:
             force_release(tx, tools, reservation, node_id, principal=principal, now=now, cause="node_decommissioned")
-    ledger.lock_nodes(tx, [node_id])
     if nodes.load_holders(tx, node_id):
         raise Contended("node")
 
@@ -73,8 +77,8 @@ def _unplace(tx: Tx, reservation: Reservation) -> None:
     reason = "its node was decommissioned"
     reservations.mark_queued(tx, reservation.reservation_id, "placed", reason=reason)
     announce(tx, reservation, "queued", reason=reason)
-    enqueue(tx, "pool", [str(reservation.pool_id)])
     enqueue(tx, "reservation", [str(reservation.reservation_id)])
+    enqueue(tx, "pool", [str(reservation.pool_id)])
 
 
 def force_release(
@@ -91,6 +95,8 @@ def force_release(
 
     One that is still running ends first, on all its nodes; the others let go by their own word.
     """
+    # the last hold gives the quota back, and a quota comes before the nodes that `end` locks
+    open_quotas(tx, [reservation])
     ending.end(tx, tools, reservation, now, cause=cause, detail=f"by {principal}")
     released = 0
     for hold in ledger.load_allocations(tx, reservation.reservation_id, open_only=True):

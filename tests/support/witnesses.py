@@ -236,7 +236,8 @@ class Arena:
         """Another adopted and connected node."""
         with psycopg.connect(self.dsn.admin, autocommit=True) as conn:
             ((pool_id,),) = conn.execute("select pool_id from pool where slug = %s", (pool,)).fetchall()
-            node = insert_node(conn, pool_id, len(self.nodes), gpus)
+            with conn.transaction():  # nobody sees half of it
+                node = insert_node(conn, pool_id, len(self.nodes), gpus)
             conn.execute("update node_session set opened_at = compute_now() where node_id = %s", (node.node_id,))
         verifier = Verifier({KeyClass.INTENT: [self.tools.signer.public_key]})
         self.nodes.append(WitnessNode(node, self.dsn.gateway, verifier))
