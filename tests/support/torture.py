@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 NODES, GPUS = 6, 8
 CPU_NODES = 2
-HOLDERS, WORKERS = 5, 3
-TENANTS = ("acme", "rival")
-# More than the fleet has: the quotas bind, and so do the GPUs.
-QUOTA_GPUS = 32
+HOLDERS, WORKERS = 6, 3
+TENANTS = ("acme", "acme/lab", "rival")
+# Together more than the fleet has: the quotas bind, and so do the GPUs. What lab holds counts in acme's too.
+QUOTA_GPUS = {"acme": 32, "lab": 24, "rival": 24}
+# A quota that comes and goes, and limits nothing.
+LARGE = 10_000
 # Answers that a holder has to live with; anything else is a fault of the product.
 REFUSALS = frozenset(
     ("SOLD_OUT", "QUOTA_EXCEEDED", "IMPOSSIBLE", "INVALID", "CONFLICT", "NOT_FOUND", "IN_PROGRESS", "UNAVAILABLE")
@@ -71,9 +73,10 @@ class Torture:
 
     async def run(self, seconds: float) -> None:
         """Torture for so long, in real time."""
+        tenants = list(self.arena.keys)
         async with trio.open_nursery() as nursery:
             actors: list[tuple[str, Callable[[random.Random], Any]]] = [
-                *((f"holder-{n}", Holder(self, TENANTS[n % len(TENANTS)]).act) for n in range(HOLDERS)),
+                *((f"holder-{n}", Holder(self, tenants[n % len(tenants)]).act) for n in range(HOLDERS)),
                 ("operator", Operator(self).act),
                 *((f"worker-{n}", Worker(self).act) for n in range(WORKERS)),
                 *((f"nodes-{n}", partial(self._converge, n)) for n in range(2)),
@@ -250,8 +253,21 @@ class Operator:
         witness = rng.choice([n for n in torture.arena.nodes if not n.gone])
         node = witness.node.public_id
         match rng.choices(
-            ("evict", "cordon", "uncordon", "drain", "undrain", "silence", "speak", "lose", "find", "force", "scrap"),
-            (4, 2, 4, 2, 4, 2, 4, 3, 6, 4, 0.5),
+            (
+                "evict",
+                "cordon",
+                "uncordon",
+                "drain",
+                "undrain",
+                "silence",
+                "speak",
+                "lose",
+                "find",
+                "force",
+                "scrap",
+                "quota",
+            ),
+            (4, 2, 4, 2, 4, 2, 4, 3, 6, 4, 0.5, 3),
         )[0]:
             case "evict":
                 if torture.acknowledged:
@@ -271,6 +287,8 @@ class Operator:
                 )
             case "force":
                 await self._force(rng)
+            case "quota":
+                await self._toggle_quota(rng.choice(list(torture.arena.keys)))
             case _:
                 await self._scrap()
         await trio.sleep(0.03)  # sleeps: an operator has two hands
@@ -284,6 +302,22 @@ class Operator:
         )
         if held:
             await call(self.torture, "allocations/forceRelease", id=rng.choice(held)[0], reason="burnt")
+
+    async def _toggle_quota(self, tenant: str) -> None:
+        """Add a quota while others book, which must count what they hold; or take it away again."""
+        arena = self.torture.arena
+        added = await call(self.torture, "quotas/create", tenant=tenant, pool="h100", gpus_max=LARGE)
+        if added.code == "CONFLICT":
+            there = await arena.ask(
+                """
+                select q.public_id from quota q join iam.tenant t using (tenant_id)
+                where t.slug = %s and q.gpus_max = %s
+                """,
+                tenant,
+                LARGE,
+            )
+            for (quota,) in there:
+                await call(self.torture, "quotas/delete", quota=quota)
 
     async def _scrap(self) -> None:
         """Decommission a node that is away, by force, and put a new one in its place."""
@@ -347,7 +381,7 @@ async def heal(torture: Torture) -> int:
     return HEAL_ROUNDS_MAX
 
 
-def judge(torture: Torture) -> list[str]:
+async def judge(torture: Torture) -> list[str]:
     """What the nodes and the holders know, against what the ledger says; called after `heal`."""
     arena, wrong = torture.arena, list[str]()
     signed = {what: set[str]().union(*(n.signed[what] for n in arena.nodes)) for what in ("bound", "released")}
@@ -364,6 +398,10 @@ def judge(torture: Torture) -> list[str]:
     for node in arena.nodes:
         wrong += [f"{gone} was taken from its node, unforced" for gone in node.vanished - forced - signed["released"]]
         wrong += [f"{held} is still in use on its node" for held in node.held if not node.gone]
+    findings = (await arena.api.ok("fleet/doctor"))["checks"]
+    of_the_ledger = [check for check in findings if check["name"].startswith(("ledger.", "capacity.", "quota."))]
+    assert of_the_ledger, "the names have changed"
+    wrong += [f"doctor: {check['name']}: {check['detail']}" for check in of_the_ledger if not check["ok"]]
     rows = dict(arena.sql("select public_id, name from reservation"))
     wrong += [f"{id_} was answered and is lost" for id_ in torture.acknowledged if id_ not in rows]
     wrong += [
@@ -386,8 +424,8 @@ async def open_torture(dsn: Dsn, seed: int) -> AsyncGenerator[Torture]:
             short = sql.SQL("alter role {} in database {} set lock_timeout = '400ms'")
             conn.execute(short.format(sql.Identifier(role), sql.Identifier(dsn.name)))
     async with open_arena(dsn, nodes=NODES, gpus=GPUS, cpu_nodes=CPU_NODES, tenants=TENANTS) as arena:
-        for tenant in TENANTS:
-            await arena.api.ok("quotas/create", tenant=tenant, gpus_max=QUOTA_GPUS)
+        for tenant, most in QUOTA_GPUS.items():
+            await arena.api.ok("quotas/create", tenant=tenant, gpus_max=most)
             await arena.api.ok("quotas/create", tenant=tenant, pool="cpus", vcpus_max=80)
         for witness in arena.nodes:
             witness.fails_one_in = 20

@@ -253,7 +253,7 @@ async def _reconcile(reconciler: Reconciler, key: str, limit: trio.CapacityLimit
 async def open_arena(
     dsn: Dsn, *, nodes: int = 1, gpus: int = 8, cpu_nodes: int = 0, tenants: Sequence[str] = ("acme", "rival")
 ) -> AsyncGenerator[Arena]:
-    """Two tenants, a pool `h100` and a pool `cpus`; every node has 64 vCPUs and 1,000,000 MiB."""
+    """Tenants (`above/below` is one in another), pools `h100` and `cpus`; nodes of 64 vCPUs and 1,000,000 MiB."""
     with psycopg.connect(dsn.admin, autocommit=True) as conn:
         conn.execute(FROZEN_TIME)
     async with (
@@ -266,7 +266,8 @@ async def open_arena(
         await api.ok("pools/create", site="lab", slug="h100", gpu_model="H100")
         await api.ok("pools/create", site="lab", slug="cpus", kind="cpu")
         for tenant in tenants:
-            arena.keys[tenant] = await api.make_tenant(tenant)
+            above, _, slug = tenant.rpartition("/")
+            arena.keys[slug] = await api.make_tenant(slug, parent=above or None)
         for _ in range(nodes):
             arena.add_node("h100", gpus)
         for _ in range(cpu_nodes):

@@ -35,7 +35,7 @@ async def test_the_ledger_under_torture(dsn: Dsn, request: pytest.FixtureRequest
                 wrong += [
                     f"{name}: {'; '.join(lines)}" for name, lines in find_breaches(dsn.admin, (*RULES, *REST)).items()
                 ]
-                wrong += judge(torture)
+                wrong += await judge(torture)
     story = "\n".join(f"{count:6} {what}" for what, count in sorted(torture.counts.items()))
     print(f"healed in {rounds} rounds\n{story}")  # noqa: T201
     assert not wrong, "\n".join([*wrong[:20], f"again: {again}", story])

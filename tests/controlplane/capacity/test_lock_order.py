@@ -1,0 +1,95 @@
+"""Whatever books or releases takes quotas before nodes, so that two of them never wait for one another.
+
+Somebody else holds the quota. The step under test comes as far as that and waits; it may not have locked a node by
+then, or the one it waits for could be waiting for that node.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+import trio
+from controlplane.capacity.waiting import place_queued
+
+from controlplane.capacity.place import place
+from controlplane.db import reservations
+from controlplane.db.time import load_now
+from controlplane.fleet import retire
+from tests.support.ledgers import open_fleet
+from tests.support.referee import assert_sound
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from controlplane.db.tx import Tx
+    from tests.support.ledgers import LedgerFleet
+    from tests.support.postgres import Dsn
+
+
+def _place(tx: Tx, fleet: LedgerFleet, reservation_id: int) -> object:
+    reservation = reservations.lock_reservation(tx, reservation_id)
+    assert reservation is not None
+    return place(tx, fleet.tools, reservation, load_now(tx))
+
+
+def _force(tx: Tx, fleet: LedgerFleet, reservation_id: int, node_id: int) -> object:
+    reservation = reservations.lock_reservation(tx, reservation_id)
+    assert reservation is not None
+    return retire.force_release(tx, fleet.tools, reservation, node_id, principal="usr_test", now=load_now(tx))
+
+
+def _clear(tx: Tx, fleet: LedgerFleet, node_id: int) -> object:
+    return retire.clear_node(tx, fleet.tools, node_id, principal="usr_test", now=load_now(tx))
+
+
+async def _prepare(fleet: LedgerFleet, what: str) -> Callable[[], Awaitable[object]]:
+    """Bring the fleet to where the step is due; returns the step."""
+    if what == "place":
+        draft = await fleet.draft(4)
+        return lambda: fleet.run(_place, fleet, draft)
+    first, second = await fleet.reserve(4), await fleet.reserve(4)
+    if what == "place a queued one":
+        queued = await fleet.reserve(4)
+        for reservation in (first, second):
+            await fleet.release(reservation)
+            await fleet.released(reservation)
+        assert queued.state == "queued"
+        return lambda: fleet.run(place_queued, fleet.tools, queued.reservation_id, {})
+    node_id = fleet.nodes[0].node_id
+    if what == "take the last release":
+        await fleet.release(first)
+        return lambda: fleet.released(first)
+    if what == "force a release":
+        return lambda: fleet.run(_force, fleet, first.reservation_id, node_id)
+    return lambda: fleet.run(_clear, fleet, node_id)
+
+
+async def _wait_blocked(dsn: Dsn) -> None:
+    with psycopg.connect(dsn.admin, autocommit=True) as conn, trio.fail_after(10):
+        while not conn.execute(  # noqa: ASYNC110 - it is in another process
+            """
+            select 1 from pg_stat_activity
+            where datname = current_database() and usename = 'bc_worker' and wait_event_type = 'Lock'
+            """
+        ).fetchone():
+            await trio.sleep(0.005)  # sleeps: until another session is seen waiting
+
+
+@pytest.mark.parametrize(
+    "what", ["place", "place a queued one", "take the last release", "force a release", "clear a node"]
+)
+async def test_quotas_come_before_nodes(dsn: Dsn, what: str) -> None:
+    async with open_fleet(dsn) as fleet:
+        fleet.execute("insert into quota (public_id, tenant_id, gpus_max) values ('quo_a', 1, 64)")
+        step: Callable[[], Awaitable[Any]] = await _prepare(fleet, what)
+        with psycopg.connect(dsn.admin) as other:
+            other.execute("select 1 from quota for update")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(step)
+                await _wait_blocked(dsn)
+                # raises LockNotAvailable if the step has it
+                other.execute("select 1 from node for update nowait")
+                other.rollback()
+        assert_sound(dsn.admin)
