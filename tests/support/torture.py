@@ -23,6 +23,7 @@ import psycopg
 import trio
 from psycopg import sql
 
+from controlplane.db.leases import StaleEpoch
 from controlplane.db.nodes import mark_unreachable
 from controlplane.db.tx import OPERATING_ERRORS
 from tests.support.witnesses import Arena, open_arena
@@ -78,7 +79,7 @@ class Torture:
             actors: list[tuple[str, Callable[[random.Random], Any]]] = [
                 *((f"holder-{n}", Holder(self, tenants[n % len(tenants)]).act) for n in range(HOLDERS)),
                 ("operator", Operator(self).act),
-                *((f"worker-{n}", Worker(self).act) for n in range(WORKERS)),
+                *((f"worker-{n}", Worker(self, f"worker-{n}").act) for n in range(WORKERS)),
                 *((f"nodes-{n}", partial(self._converge, n)) for n in range(2)),
                 ("clock", self._leap),
                 ("executioner", self._kill),
@@ -96,7 +97,8 @@ class Torture:
         while not self._over.is_set():
             try:
                 await act(rng)
-            except (*OPERATING_ERRORS, psycopg.Error) as exc:
+            except (*OPERATING_ERRORS, StaleEpoch, psycopg.Error) as exc:
+                # a leap of time ends leases too
                 self.counts[f"lost {type(exc).__name__}"] += 1
             await trio.lowlevel.checkpoint()
 
@@ -345,9 +347,10 @@ class Worker:
     """Runs any key of any reconciler, whoever else runs it."""
 
     torture: Torture
+    name: str
 
     async def act(self, rng: random.Random) -> None:
-        reconciler = rng.choice(self.torture.arena.reconcilers())
+        reconciler = rng.choice(self.torture.arena.reconcilers(self.name))
         keys = await reconciler.list_keys("", 500)
         for key in rng.sample(list(keys), min(len(keys), 4)):
             await reconciler.reconcile(key)

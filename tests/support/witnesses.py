@@ -208,8 +208,8 @@ class Arena:
             [witness.node.node_id for witness in self.nodes if not witness.silent and not witness.gone],
         )
 
-    def reconcilers(self) -> tuple[Reconciler, ...]:
-        return build_registry(WorkerParts(self.workers, self.tools, "worker", 100)).reconcilers
+    def reconcilers(self, worker_id: str = "worker") -> tuple[Reconciler, ...]:
+        return build_registry(WorkerParts(self.workers, self.tools, worker_id, 100)).reconcilers
 
     async def sweep(self) -> None:
         """Every key of every reconciler, as a resync runs it."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 import trio
-from controlplane.capacity.waiting import place_queued
 
+from controlplane.capacity.batch import place_batch
 from controlplane.capacity.place import place
 from controlplane.db import reservations
 from controlplane.db.time import load_now
@@ -56,7 +56,7 @@ async def _prepare(fleet: LedgerFleet, what: str) -> Callable[[], Awaitable[obje
             await fleet.release(reservation)
             await fleet.released(reservation)
         assert queued.state == "queued"
-        return lambda: fleet.run(place_queued, fleet.tools, queued.reservation_id, {})
+        return lambda: fleet.run(place_batch, fleet.tools, fleet.pool_id, limit=10)
     node_id = fleet.nodes[0].node_id
     if what == "take the last release":
         await fleet.release(first)

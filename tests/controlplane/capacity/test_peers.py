@@ -6,6 +6,7 @@ which test is whose.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -158,11 +159,14 @@ async def test_several_pending_ones_confirmed_at_once(dsn: Dsn) -> None:
             for reconciler in arena.reconcilers():
                 if reconciler.name == "inbox":
                     await reconciler.reconcile(str(witness.node.node_id))
-        placement = [reconciler for reconciler in arena.reconcilers() if reconciler.queue == "pool"]
+        # four workers take the queue at once, and others come at the same moment and do not want to wait
         async with trio.open_nursery() as nursery:
-            for _ in range(4):
-                for reconciler in placement:
-                    nursery.start_soon(reconciler.reconcile, "1")
+            for number in range(4):
+                for reconciler in arena.reconcilers(f"worker-{number}"):
+                    if reconciler.queue == "pool":
+                        nursery.start_soon(reconciler.reconcile, "1")
+                nursery.start_soon(partial(arena.api.call, "reservations/create", **H100, gpus=1, queue=False))
+        await arena.sweep()
         states = [(await _get(arena, reservation))["state"] for reservation in pending]
         assert set(states) == {"binding", "queued"}
         assert arena.sql("select sum(cardinality(device_uuids)) from allocation where released_at is null") == [(8,)]

@@ -143,7 +143,7 @@ async def test_racing_tenants_never_pass_the_quota_above_them(dsn: Dsn) -> None:
         left = {1: 11, LAB: 7, TEAM: 5, SIBLING: 9}
         for tenant_id, gpus in used(fleet).items():
             assert gpus <= left[tenant_id]
-        assert used(fleet)[1] == 11, "small ones fill what large ones leave"
+        assert used(fleet)[1] >= 9, "whoever comes first: while three are left, one of the largest fits"
         fleet.assert_sound()
 
 
