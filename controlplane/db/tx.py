@@ -189,7 +189,10 @@ class Tx:
     def __init__(self, conn: psycopg.Connection[Any], *, give_up: float, check: Callable[[], None]) -> None:
         self._conn = conn
         # One for all statements: each is over before the next begins, and making one costs as much as half a statement.
-        self._cursor = conn.cursor()
+        try:
+            self._cursor = conn.cursor()
+        except psycopg.Error as exc:  # lost since it was looked at, or in the attempt before
+            _raise_translated(exc)
         self._give_up = give_up
         self._check = check
         self._savepoints = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ from controlplane.db.tx import (
     AbortedTransaction,
     CheckConflict,
     Conflict,
+    Contention,
     DatabaseError,
     DatabaseUnavailable,
     DiskFull,
@@ -360,6 +362,18 @@ async def test_a_connection_lost_before_commit_means_that_nothing_happened(scrat
             await database.run_tx(fn)
         assert await database.run_tx(entries) == []
         assert database.statistics().unavailable == 1
+
+
+async def test_a_connection_lost_before_another_attempt_means_that_nothing_happened(scratch: str) -> None:
+    def fn(tx: Tx) -> None:
+        with suppress(DatabaseUnavailable):
+            tx.execute("select pg_terminate_backend(pg_backend_pid())")
+        raise Contention("somebody was faster, and then the connection was gone")
+
+    async with open_database(DatabaseConfig(scratch, pool_size=1)) as database:
+        with pytest.raises(DatabaseUnavailable):
+            await database.run_tx(fn)
+        assert await database.run_tx(entries) == []
 
 
 async def test_a_connection_lost_in_commit_is_an_unknown_outcome(scratch: str) -> None:
