@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pytest
+import trio
+
+from controlplane.capacity import end as ending
+from controlplane.db import idempotency, outbox, reservations
+from controlplane.db.time import load_now
 from tests.support.ledgers import LedgerFleet, open_fleet
 
 if TYPE_CHECKING:
     from controlplane.db.reservations import Reservation
+    from controlplane.db.tx import Tx
     from tests.support.postgres import Dsn
 
 
@@ -101,3 +110,31 @@ async def test_without_gpus_there_is_no_model(dsn: Dsn) -> None:
         held = await fleet.reserve(0, vcpus=6)
         data = dict(told(fleet, held))["binding"]
         assert (data["gpu_model"], data["gpus"], data["vcpus"], data["nodes"]) == (None, 0, 6, ["node-0"])
+
+
+@pytest.mark.xfail(
+    strict=True, reason="readers go by transaction id, and a transaction may have its own before it waits for the row"
+)
+async def test_events_of_one_reservation_come_in_the_order_of_its_changes(dsn: Dsn) -> None:
+    """The request that releases has claimed its idempotency key when the node's word makes the reservation active."""
+    async with open_fleet(dsn) as fleet:
+        reservation = await fleet.reserve(1)
+        begin = await fleet.run(outbox.tail)
+        claimed, active = threading.Event(), threading.Event()
+
+        def release(tx: Tx) -> None:
+            idempotency.claim(tx, idempotency.Key("usr_test", "reservations/release", "key", bytes(32)))
+            claimed.set()
+            assert active.wait(10)
+            locked = reservations.lock_reservation(tx, reservation.reservation_id)
+            assert locked is not None
+            assert ending.end(tx, fleet.tools, locked, load_now(tx), cause="released_by_holder")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fleet.run, release)
+            await trio.to_thread.run_sync(claimed.wait, 10)
+            await fleet.bound(reservation)
+            active.set()
+        assert (await fleet.load(reservation.reservation_id)).state == "releasing"
+        events = await fleet.run(partial(outbox.read_after, limit=10, tenant_ids=None), begin)
+        assert [event.kind for event in events] == ["reservation.active", "reservation.releasing"]
