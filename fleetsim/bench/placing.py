@@ -103,7 +103,13 @@ class WatchedIndexes(PoolIndexes):
     """Indexes whose reading is not recorded."""
 
     def plan_all(
-        self, tx: Tx, pool_id: int, requests: Iterable[PlacementRequest], now: datetime, *, horizon: datetime | None
+        self,
+        tx: Tx,
+        pool_id: int,
+        requests: Iterable[PlacementRequest],
+        now: datetime,
+        *,
+        horizon: datetime | None = None,
     ) -> list[Plan | NoPlan]:
         return super().plan_all(unwatched(tx), pool_id, requests, now, horizon=horizon)
 

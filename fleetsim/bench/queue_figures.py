@@ -27,7 +27,7 @@ CAVEATS: Final[tuple[str, ...]] = (
     "Passes are those of the placement reconciler, in this process, before the server is started.",
     "What is released is released set by set, with a wake-up of the pool's queue as the product sends it.",
     "Until placed: from the commit of the release to the arrival of the event at a client that follows the stream.",
-    "The queue is in the order of its ids; its requests are for 1, 2, 4 and 8 GPUs on one node, from now on.",
+    "All that wait are one tenant's and of one priority; they ask for 1, 2, 4 and 8 GPUs on one node, from now on.",
     "The server runs all its roles; specs of what is placed are signed meanwhile, and are in its CPU.",
 )
 

@@ -125,6 +125,6 @@ async def test_a_queue_is_placed_by_the_product(dsn: Dsn) -> None:
         fleet = await write(db, 4, held=0.5)
         queued = await db.run_tx(queue_reservations, WRITER.ids, fleet, [1, 1, 2])
         assert queued == sorted(queued)
-        batch = await db.run_tx(place_batch, tools, fleet.pool_id, limit=10)
+        batch = await db.run_tx(place_batch, tools, fleet.pool_id, ids=queued)
         assert batch.placed == 3
         assert await findings(db) == []
