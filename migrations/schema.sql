@@ -144,8 +144,8 @@ begin
     select array_agg(distinct at.node_id) into nodes
     from old_rows o join new_rows n using (device_id)
     cross join lateral (values (o.node_id), (n.node_id)) as at (node_id)
-    where (o.node_id, o.slot, o.health, o.nvlink_group, o.retired_at)
-          is distinct from (n.node_id, n.slot, n.health, n.nvlink_group, n.retired_at);
+    where (o.node_id, o.slot, o.health, o.nvlink_group, o.retired_at, o.time_slots)
+          is distinct from (n.node_id, n.slot, n.health, n.nvlink_group, n.retired_at, n.time_slots);
   end if;
   if nodes is not null then
     perform from node where node_id = any(nodes) order by node_id for no key update;
@@ -198,15 +198,16 @@ begin
   perform from node_capacity where node_id = any(p_node_ids) order by node_id for no key update;
   update node_capacity c
   set gpu_total = n.total, gpu_healthy = n.healthy, gpu_held_unfit = c.gpu_held - n.touched,
-      gpu_recount = n.healthy < n.total or n.odd
+      gpu_recount = n.healthy < n.total or n.odd or n.shared
   from (
-    select u.node_id, d.total, d.healthy, d.touched, h.odd
+    select u.node_id, d.total, d.healthy, d.touched, d.shared, h.odd
     from (select distinct unnest(p_node_ids) as node_id) u
     cross join lateral (
       select count(*) as total, count(*) filter (where g.healthy) as healthy,
-             count(*) filter (where g.healthy and g.touched) as touched
+             count(*) filter (where g.healthy and g.touched) as touched,
+             coalesce(bool_or(g.time_slots > 1), false) as shared
       from (
-        select d.health = 'healthy' as healthy,
+        select d.health = 'healthy' as healthy, d.time_slots,
                exists (select from allocation a
                        where a.node_id = d.node_id and a.released_at is null
                          and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48)) as touched
@@ -223,7 +224,7 @@ begin
   ) n
   where c.node_id = n.node_id
     and (c.gpu_total, c.gpu_healthy, c.gpu_held_unfit, c.gpu_recount)
-        is distinct from (n.total, n.healthy, c.gpu_held - n.touched, n.healthy < n.total or n.odd);
+        is distinct from (n.total, n.healthy, c.gpu_held - n.touched, n.healthy < n.total or n.odd or n.shared);
 end $$;
 
 -- function node_spec_forward_only()
@@ -665,8 +666,10 @@ CREATE TABLE public.device (
     health_reason text DEFAULT ''::text NOT NULL,
     created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
     retired_at timestamp with time zone,
+    time_slots smallint DEFAULT 1 NOT NULL,
     CONSTRAINT device_health_check CHECK ((health = ANY (ARRAY['healthy'::text, 'suspect'::text, 'unhealthy'::text, 'missing'::text]))),
-    CONSTRAINT device_slot_check CHECK (((slot >= 0) AND (slot <= 63)))
+    CONSTRAINT device_slot_check CHECK (((slot >= 0) AND (slot <= 63))),
+    CONSTRAINT device_time_slots_check CHECK ((((time_slots >= 1) AND (time_slots <= 48)) AND ((48 % (time_slots)::integer) = 0)))
 );
 
 -- sequence device_device_id_seq
@@ -1178,7 +1181,8 @@ CREATE TABLE public.reservation (
     strategy text DEFAULT 'pack'::text NOT NULL,
     priority smallint DEFAULT 0 NOT NULL,
     estimated_start timestamp with time zone,
-    CONSTRAINT reservation_check CHECK (((gpus_per_node > 0) OR (vcpus_per_node > 0) OR (memory_mib_per_node > 0) OR whole_node)),
+    parts text[] DEFAULT '{}'::text[] NOT NULL,
+    CONSTRAINT reservation_asks_something CHECK (((gpus_per_node > 0) OR (vcpus_per_node > 0) OR (memory_mib_per_node > 0) OR whole_node OR (cardinality(parts) > 0))),
     CONSTRAINT reservation_check1 CHECK (((state <> ALL (ARRAY['placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text])) OR (during IS NOT NULL))),
     CONSTRAINT reservation_check2 CHECK (((state <> ALL (ARRAY['releasing'::text, 'released'::text])) OR (end_cause IS NOT NULL))),
     CONSTRAINT reservation_check3 CHECK (((state <> 'active'::text) OR (active_at IS NOT NULL))),
@@ -1189,6 +1193,7 @@ CREATE TABLE public.reservation (
     CONSTRAINT reservation_gpus_per_node_check CHECK (((gpus_per_node >= 0) AND (gpus_per_node <= 64))),
     CONSTRAINT reservation_memory_mib_per_node_check CHECK ((memory_mib_per_node >= 0)),
     CONSTRAINT reservation_nodes_check CHECK (((nodes >= 1) AND (nodes <= 1024))),
+    CONSTRAINT reservation_parts_check CHECK ((cardinality(parts) <= 8)),
     CONSTRAINT reservation_priority_check CHECK (((priority >= '-100'::integer) AND (priority <= 100))),
     CONSTRAINT reservation_selector_check CHECK ((cardinality(selector) <= 8)),
     CONSTRAINT reservation_state_check CHECK ((state = ANY (ARRAY['draft'::text, 'queued'::text, 'placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text, 'rejected'::text, 'cancelled'::text, 'failed'::text, 'expired'::text]))),
@@ -1791,6 +1796,10 @@ CREATE INDEX command_deadline ON public.command USING btree (deadline) WHERE (fi
 -- index command_open
 
 CREATE INDEX command_open ON public.command USING btree (node_id, command_id) WHERE (finished_at IS NULL);
+
+-- index device_shared
+
+CREATE INDEX device_shared ON public.device USING btree (node_id) WHERE ((time_slots > 1) AND (retired_at IS NULL));
 
 -- index device_slot_live
 

@@ -21,14 +21,17 @@ from controlplane.capacity.place import (
 )
 from controlplane.db import ledger, reservations, views
 from controlplane.db.queue import enqueue
+from controlplane.db.spans import decode_spans
 from controlplane.db.time import load_now
 from controlplane.model.planner import NoPlan
+from controlplane.model.units import touched_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
     from controlplane.capacity.place import LedgerTools
+    from controlplane.db.ledger import Booking
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
     from controlplane.model.requests import PlacementRequest
@@ -164,6 +167,13 @@ def _remaining_request(reservation: Reservation, now: datetime) -> PlacementRequ
     )
 
 
+def _gpus_in(reservation: Reservation, booking: Booking) -> int:
+    """GPUs that a part of a reservation has any of."""
+    return (
+        reservation.gpus_per_node if reservation.whole_node else touched_slots(decode_spans(booking.spans)).bit_count()
+    )
+
+
 def repair(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> bool:
     """Move a locked `placed` reservation whose nodes cannot take it, to nodes that can, in the same window.
 
@@ -179,7 +189,7 @@ def repair(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) 
     nodes = views.load_node_views(tx, reservation.pool_id, list(booked))
     healthy = {id_: len(ledger.load_uuids_in(tx, id_, b.spans, healthy=True)) for id_, b in booked.items()}
     broken = len(nodes) != reservation.nodes or any(
-        not view.placeable or healthy[view.node_id] < reservation.gpus_per_node for view in nodes
+        not view.placeable or healthy[view.node_id] < _gpus_in(reservation, booked[view.node_id]) for view in nodes
     )
     if not broken:
         if reservations.set_condition(tx, reservation.reservation_id, "impaired", present=False):

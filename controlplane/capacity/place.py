@@ -21,6 +21,7 @@ from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
 from controlplane.model.labels import parse_selector
 from controlplane.model.planner import NoPlan
 from controlplane.model.requests import PlacementRequest
+from controlplane.model.shares import parse_parts
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -77,6 +78,7 @@ def placement_request(reservation: Reservation) -> PlacementRequest:
         duration=None if reservation.duration_s is None else timedelta(seconds=reservation.duration_s),
         selector=parse_selector(reservation.selector),
         strategy=cast("Strategy", reservation.strategy),
+        parts=parse_parts(reservation.parts),
     )
 
 

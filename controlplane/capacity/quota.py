@@ -86,7 +86,7 @@ def _ask(reservation: Reservation | NewReservation) -> Ask:
         reservation.project_id,
         reservation.pool_id,
         Amounts(
-            reservation.gpus,
+            reservation.gpus_charged,
             reservation.vcpus_per_node * reservation.nodes,
             reservation.memory_mib_per_node * reservation.nodes,
         ),

@@ -65,6 +65,7 @@ def asked_of(found: Mapping[str, Any]) -> str:
     """What a reservation asks for, for people: `8 GPUs on 2 nodes, nvlink-all`."""
     amounts = [
         f"{found['gpus']} GPU{'s' if found['gpus'] != 1 else ''}" if found["gpus"] else "",
+        *(f"{device['count']} x {device['class']}" for device in found["devices"]),
         f"{found['vcpus']} vCPU{'s' if found['vcpus'] != 1 else ''}" if found["vcpus"] else "",
         show_memory(found["memory_mib"]) if found["memory_mib"] else "",
     ]

@@ -111,8 +111,11 @@ def insert_devices(tx: Tx, node_id: int, public_ids: Sequence[str], facts: Seque
     tx.execute(
         """
         insert into device (public_id, node_id, slot, uuid, serial, model, pci_bus_id, memory_mib, nvlink_group, health,
-                            health_reason)
-        select public_id, %(node)s, slot, uuid, serial, model, pci, memory, nvlink, health, reason
+                            health_reason, time_slots)
+        select public_id, %(node)s, slot, uuid, serial, model, pci, memory, nvlink, health, reason,
+               -- a GPU that replaces another is shared as that one was
+               coalesce((select d.time_slots from device d where d.node_id = %(node)s and d.slot = t.slot
+                         order by d.device_id desc limit 1), 1)
         from unnest(%(public_ids)s::text[], %(slots)s::int2[], %(uuids)s::text[], %(serials)s::text[],
                     %(models)s::text[], %(pcis)s::text[], %(memories)s::int4[], %(groups)s::int2[], %(healths)s::text[],
                     %(reasons)s::text[])
@@ -217,6 +220,7 @@ class DeviceRow:
     health: str
     health_reason: str
     held_by: str | None
+    time_slots: int
     created_at: datetime
     retired_at: datetime | None
 
@@ -228,9 +232,46 @@ _ROW = """
      where d.retired_at is null and a.node_id = d.node_id and a.released_at is null
        and a.spans && int4multirange(int4range(d.slot * 48, (d.slot + 1) * 48))
      order by a.allocation_id limit 1) as held_by,
-    d.created_at, d.retired_at
+    d.time_slots, d.created_at, d.retired_at
   from device d join node n using (node_id) join pool p using (pool_id)
 """
+
+
+def lock_device(tx: Tx, device_id: int) -> DeviceRow | None:
+    """A live device of a locked node, kept as it is."""
+    locked = tx.value(
+        "select device_id from device where device_id = %(id)s and retired_at is null for no key update",
+        {"id": device_id},
+    )
+    return None if locked is None else tx.row(DeviceRow, _ROW + "where d.device_id = %(id)s", {"id": device_id})
+
+
+def load_users(tx: Tx, device_id: int, *, limit: int) -> list[str]:
+    """Reservations that have any part of a GPU booked or held, oldest first; empty for maintenance."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select coalesce(r.public_id, '') from (
+              select b.reservation_id from booking b join device d using (node_id)
+              where d.device_id = %(id)s and b.live and b.spans && int4range(d.slot * 48, (d.slot + 1) * 48)
+              union
+              select a.reservation_id from allocation a join device d using (node_id)
+              where d.device_id = %(id)s and a.released_at is null
+                and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48)
+            ) used left join reservation r using (reservation_id)
+            order by used.reservation_id limit %(limit)s
+            """,
+            {"id": device_id, "limit": limit},
+        )
+    ]
+
+
+def set_time_slots(tx: Tx, device_id: int, time_slots: int) -> None:
+    """Share a locked device that nobody has, or give it out whole again."""
+    tx.execute(
+        "update device set time_slots = %(slots)s where device_id = %(id)s", {"id": device_id, "slots": time_slots}
+    )
 
 
 def find_device(tx: Tx, ref: str) -> DeviceRow | None:

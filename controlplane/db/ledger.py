@@ -177,14 +177,14 @@ def close_bookings(tx: Tx, reservation_id: int, *, future_only_after: datetime |
 
 
 def load_uuids_in(tx: Tx, node_id: int, spans: str, *, healthy: bool = False) -> list[str]:
-    """UUIDs of the node's live devices inside the spans, in slot order; of the healthy ones alone if asked."""
+    """UUIDs of the node's live devices of which the spans have any part, in slot order; the healthy ones if asked."""
     return [
         row[0]
         for row in tx.tuples(
             """
             select uuid from device
             where node_id = %(node)s and retired_at is null and (not %(healthy)s or health = 'healthy')
-              and int4range(slot * 48, (slot + 1) * 48) <@ %(spans)s::int4multirange
+              and int4range(slot * 48, (slot + 1) * 48) && %(spans)s::int4multirange
             order by slot
             """,
             {"node": node_id, "spans": spans, "healthy": healthy},

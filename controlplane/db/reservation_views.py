@@ -116,7 +116,7 @@ def load_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, list[PlacedP
                coalesce(h.device_uuids, (
                  select array_agg(d.uuid order by d.slot) from device d
                  where d.node_id = part.node_id and d.retired_at is null
-                   and int4range(d.slot * 48, (d.slot + 1) * 48) <@ b.spans), '{}') as device_uuids,
+                   and int4range(d.slot * 48, (d.slot + 1) * 48) && b.spans), '{}') as device_uuids,
                coalesce(h.cdi_name, '') as cdi_name,
                coalesce(h.vcpus, b.vcpus, 0) as vcpus, coalesce(h.memory_mib, b.memory_mib, 0) as memory_mib,
                h.bound_at, h.released_at, h.release_evidence

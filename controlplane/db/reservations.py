@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from controlplane.model.shares import charged_gpus, parse_parts
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
@@ -21,7 +23,7 @@ COLUMNS = """
   r.gpus_per_node, r.vcpus_per_node, r.memory_mib_per_node, r.topology, r.whole_node, r.starts_at, r.duration_s,
   lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
   r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
-  r.active_at, r.releasing_at, r.ended_at, r.selector, r.strategy, r.priority, r.estimated_start,
+  r.active_at, r.releasing_at, r.ended_at, r.selector, r.strategy, r.priority, r.estimated_start, r.parts,
   compute_now() as read_at
 """
 
@@ -30,8 +32,9 @@ COLUMNS = """
 class Reservation:
     """A row of `reservation`; memory in MiB, durations in seconds, `window_end` None is open.
 
-    `selector` is its terms. `read_at` is the instant at which the row was asked for: a transaction that begins by
-    locking its reservation takes that for now, and need not ask for the time.
+    `selector` is its terms, `parts` what each node has of shared GPUs, as `slot.1/4=2`. `read_at` is the instant at
+    which the row was asked for: a transaction that begins by locking its reservation takes that for now, and need not
+    ask for the time.
     """
 
     reservation_id: int
@@ -70,12 +73,18 @@ class Reservation:
     strategy: str
     priority: int
     estimated_start: datetime | None
+    parts: list[str]
     read_at: datetime
 
     @property
     def gpus(self) -> int:
-        """GPUs over all nodes."""
+        """Whole GPUs over all nodes."""
         return self.gpus_per_node * self.nodes
+
+    @property
+    def gpus_charged(self) -> int:
+        """GPUs that it takes of a quota."""
+        return charged_gpus(self.nodes, self.gpus_per_node, parse_parts(self.parts)) if self.parts else self.gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +110,17 @@ class NewReservation:
     selector: list[str] = field(default_factory=list[str])
     strategy: str = "pack"
     priority: int = 0
+    parts: list[str] = field(default_factory=list[str])
 
     @property
     def gpus(self) -> int:
-        """GPUs over all nodes."""
+        """Whole GPUs over all nodes."""
         return self.gpus_per_node * self.nodes
+
+    @property
+    def gpus_charged(self) -> int:
+        """GPUs that it takes of a quota."""
+        return charged_gpus(self.nodes, self.gpus_per_node, parse_parts(self.parts)) if self.parts else self.gpus
 
 
 def insert_draft(tx: Tx, new: NewReservation) -> Reservation:
@@ -116,12 +131,12 @@ def insert_draft(tx: Tx, new: NewReservation) -> Reservation:
         insert into reservation as r
           (public_id, tenant_id, project_id, pool_id, offering_id, name, nodes, gpus_per_node, vcpus_per_node,
            memory_mib_per_node, topology, whole_node, starts_at, duration_s, queue_deadline, created_by, selector,
-           strategy, priority)
+           strategy, priority, parts)
         values
           (%(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(offering_id)s, %(name)s, %(nodes)s,
            %(gpus_per_node)s, %(vcpus_per_node)s, %(memory_mib_per_node)s, %(topology)s, %(whole_node)s,
            %(starts_at)s, %(duration_s)s, %(queue_deadline)s, %(created_by)s, %(selector)s,
-           %(strategy)s, %(priority)s)
+           %(strategy)s, %(priority)s, %(parts)s)
         returning
         """
         + COLUMNS,
@@ -388,10 +403,15 @@ def record_usage(tx: Tx, reservation_id: int, *, end: datetime) -> int:
                tstzrange(r.active_at, %(end)s, '[)')
         from reservation r
         join pool p on p.pool_id = r.pool_id
-        cross join lateral (values
-          ('gpu.' || trim(both '-' from regexp_replace(lower(coalesce(p.gpu_model, '')), '[^a-z0-9]+', '-', 'g'))
-             || '.hours', r.gpus_per_node * r.nodes),
-          ('vcpu.hours', r.vcpus_per_node * r.nodes)
+        cross join lateral (
+          select 'gpu.' || trim(both '-' from regexp_replace(lower(coalesce(p.gpu_model, '')), '[^a-z0-9]+', '-', 'g'))
+        ) as g (model)
+        cross join lateral (
+          values (g.model || '.hours', r.gpus_per_node * r.nodes), ('vcpu.hours', r.vcpus_per_node * r.nodes)
+          union all
+          select g.model || '.' || replace(split_part(part, '=', 1), '/', '-') || '.hours',
+                 split_part(part, '=', 2)::int4 * r.nodes
+          from unnest(r.parts) part
         ) as m (meter, quantity)
         where r.reservation_id = %(id)s and r.active_at is not null and r.active_at < %(end)s and m.quantity > 0
         """,

@@ -1,4 +1,4 @@
-"""The ledger as a planner sees it: one `NodeView` a node, read with four statements whatever the pool's size.
+"""The ledger as a planner sees it: one `NodeView` a node, read with five statements whatever the pool's size.
 
 Devices are summed up by the database into sets of slots, and times come as microseconds: of a pool of 10,000 nodes the
 rows of 80,000 GPUs would be most of the work, and planning needs none of them.
@@ -7,19 +7,22 @@ rows of 80,000 GPUs would be most of the work, and planning needs none of them.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from controlplane.db.spans import decode_spans
 from controlplane.model.instants import FOREVER
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, sort_groups
-from controlplane.model.units import touched_slots
+from controlplane.model.shares import UnitsBooked, share
+from controlplane.model.units import touched_slots, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from controlplane.db.tx import Tx
     from controlplane.model.labels import Labels
+    from controlplane.model.shares import SharedGpus
 
 # Slots are 0 to 63, so a set of them is an int8 whose sign bit is slot 63.
 _ALL_64 = (1 << 64) - 1
@@ -29,8 +32,10 @@ def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None)
     """Every node of a pool that is not decommissioned (or only those named), in the order of their ids."""
     where = {"pool": pool_id, "nodes": None if node_ids is None else list(node_ids)}
     devices = _load_devices(tx, where)
-    booked, scalars = _load_booked(tx, where)
-    held = _load_held(tx, where)
+    shared = _load_shared(tx, where)
+    ledger = _load_booked(tx, where, shared)
+    booked, scalars = ledger.slots, ledger.scalars
+    held = _load_held(tx, where, shared, ledger)
     nodes = tx.tuples(
         """
         select n.node_id, n.placement_gen, n.placeable,
@@ -67,6 +72,7 @@ def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None)
                 vcpus_held=vcpus_held,
                 memory_mib_held=memory_mib_held,
                 labels=_labels(labels),
+                shared=_share(shared[node_id], ledger, node_id) if node_id in shared else None,
             )
         )
     return views
@@ -96,7 +102,7 @@ def _load_devices(tx: Tx, where: Mapping[str, object]) -> dict[int, _Devices]:
           select d.node_id, d.nvlink_group, bit_or(1::int8 << d.slot) as present,
                  coalesce(bit_or(1::int8 << d.slot) filter (where d.health = 'healthy'), 0) as healthy
           from device d join node n using (node_id)
-          where n.pool_id = %(pool)s and d.retired_at is null
+          where n.pool_id = %(pool)s and d.retired_at is null and d.time_slots = 1
             and (%(nodes)s::int4[] is null or d.node_id = any(%(nodes)s))
           group by d.node_id, d.nvlink_group
         ) of_set
@@ -110,15 +116,54 @@ def _load_devices(tx: Tx, where: Mapping[str, object]) -> dict[int, _Devices]:
     }
 
 
+@dataclass(slots=True)
+class _Shared:
+    """Into how many time slots the GPUs of a node are shared, by slot."""
+
+    healthy: dict[int, int] = field(default_factory=dict[int, int])
+    sick: dict[int, int] = field(default_factory=dict[int, int])
+
+
+def _load_shared(tx: Tx, where: Mapping[str, object]) -> dict[int, _Shared]:
+    shared: dict[int, _Shared] = {}
+    for node_id, slot, time_slots, healthy in tx.tuples(
+        """
+        select d.node_id, d.slot, d.time_slots, d.health = 'healthy'
+        from device d join node n using (node_id)
+        where n.pool_id = %(pool)s and d.retired_at is null and d.time_slots > 1
+          and (%(nodes)s::int4[] is null or d.node_id = any(%(nodes)s))
+        order by d.node_id, d.slot
+        """,
+        where,
+    ):
+        node = shared.setdefault(node_id, _Shared())
+        (node.healthy if healthy else node.sick)[slot] = time_slots
+    return shared
+
+
+def _share(node: _Shared, ledger: _Ledger, node_id: int) -> SharedGpus:
+    return share(node.healthy, node.sick, ledger.units.get(node_id, ()), ledger.units_held.get(node_id, 0))
+
+
 @lru_cache(maxsize=4096)  # the layouts of a fleet's nodes; a few for each kind of server
 def _groups(sets: tuple[int, ...]) -> tuple[int, ...]:
     """One tuple for all nodes of a layout, so that comparing them is comparing addresses."""
     return sort_groups(mask & _ALL_64 for mask in sets)
 
 
-def _load_booked(tx: Tx, where: Mapping[str, object]) -> tuple[dict[int, list[Booked]], dict[int, list[ScalarBooked]]]:
-    booked: dict[int, list[Booked]] = {}
-    scalars: dict[int, list[ScalarBooked]] = {}
+@dataclass(slots=True)
+class _Ledger:
+    """Live bookings by node, and of nodes that share GPUs the units that are booked and held."""
+
+    slots: dict[int, list[Booked]] = field(default_factory=dict[int, list[Booked]])
+    scalars: dict[int, list[ScalarBooked]] = field(default_factory=dict[int, list[ScalarBooked]])
+    units: dict[int, list[UnitsBooked]] = field(default_factory=dict[int, list[UnitsBooked]])
+    units_held: dict[int, int] = field(default_factory=dict[int, int])
+
+
+def _load_booked(tx: Tx, where: Mapping[str, object], shared: Mapping[int, _Shared]) -> _Ledger:
+    ledger = _Ledger()
+    booked, scalars = ledger.slots, ledger.scalars
     for node_id, spans, start, end, vcpus, memory_mib in tx.tuples(
         """
         select node_id, spans::text, (extract(epoch from lower(during)) * 1000000)::int8,
@@ -132,12 +177,15 @@ def _load_booked(tx: Tx, where: Mapping[str, object]) -> tuple[dict[int, list[Bo
         until = FOREVER if end is None else end
         if spans != "{}":
             booked.setdefault(node_id, []).append(Booked(_slots_in(spans), start, until))
+            if node_id in shared:
+                units = units_of(decode_spans(spans))
+                ledger.units.setdefault(node_id, []).append(UnitsBooked(units, start, until))
         if vcpus or memory_mib:
             scalars.setdefault(node_id, []).append(ScalarBooked(vcpus, memory_mib, start, until))
-    return booked, scalars
+    return ledger
 
 
-def _load_held(tx: Tx, where: Mapping[str, object]) -> dict[int, int]:
+def _load_held(tx: Tx, where: Mapping[str, object], shared: Mapping[int, _Shared], ledger: _Ledger) -> dict[int, int]:
     held: dict[int, int] = {}
     for node_id, spans in tx.tuples(
         """
@@ -150,6 +198,8 @@ def _load_held(tx: Tx, where: Mapping[str, object]) -> dict[int, int]:
         where,
     ):
         held[node_id] = held.get(node_id, 0) | _slots_in(spans)
+        if node_id in shared:
+            ledger.units_held[node_id] = ledger.units_held.get(node_id, 0) | units_of(decode_spans(spans))
     return held
 
 

@@ -80,7 +80,7 @@ _VERBS: dict[str, dict[str, str]] = {
         "decommission": "Remove a node for good.",
         "force_decommission": "Remove a node that will not come back, and let go of what it holds.",
     },
-    "device": {"read": "Look at one, or list them."},
+    "device": {"read": "Look at one, or list them.", "share": "Give a GPU out in time slots, or whole again."},
     "join_token": {
         "read": "List tokens; secrets are not kept.",
         "create": "Let servers join a pool.",

@@ -117,4 +117,6 @@ class _Search:
         self._steps_left -= CHECK_STEPS + len(node.booked) + len(node.scalars_booked)
         end = FOREVER if self._length == FOREVER else start + self._length
         later = Asked(start, end, starts_now=False)
-        return fit_around(self._request, node, later, stuck | node.booked_in(start, end)) is not None
+        stuck_units = node.shared.stuck_at(self._now) if node.shared is not None else 0
+        taken = stuck | node.booked_in(start, end)
+        return fit_around(self._request, node, later, taken, stuck_units=stuck_units) is not None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from controlplane.model.instants import to_end, to_instant
 from controlplane.model.labels import selects
 from controlplane.model.nvlink import choose_slots, largest_set
+from controlplane.model.shares import choose_parts
 from controlplane.model.units import ALL_SLOTS
 
 if TYPE_CHECKING:
@@ -17,17 +18,20 @@ if TYPE_CHECKING:
 
     from controlplane.model.nodeview import NodeView
     from controlplane.model.requests import PlacementRequest
+    from controlplane.model.shares import Part
 
 
 class Fit(NamedTuple):
     """A node that takes a part of the request.
 
-    `rank` orders the nodes for one request, smallest first, and ends in the node's id, so that no two are equal.
+    `mask` is the whole GPUs to take, `parts` what of shared ones. `rank` orders the nodes for one request, smallest
+    first, and ends in the node's id, so that no two are equal.
     """
 
     rank: tuple[int, ...]
     node: NodeView
     mask: int
+    parts: tuple[Part, ...] = ()
 
 
 class Asked(NamedTuple):
@@ -65,33 +69,33 @@ def fit_node(request: PlacementRequest, node: NodeView, asked: Asked) -> Fit | N
     return fit_around(request, node, asked, taken)
 
 
-def fit_around(request: PlacementRequest, node: NodeView, asked: Asked, taken: int) -> Fit | None:
-    """Like `fit_node`, with the set of taken slots worked out by the caller."""
+def fit_around(
+    request: PlacementRequest, node: NodeView, asked: Asked, taken: int, *, stuck_units: int = 0
+) -> Fit | None:
+    """Like `fit_node`, with the set of taken slots worked out by the caller.
+
+    `stuck_units` are units of shared GPUs that are taken besides what is booked in the window, and held if it is now.
+    """
     if taken == ALL_SLOTS:
         return None
     if request.whole_node:
         return _fit_whole(request, node, asked, taken)
     free = node.healthy & ~taken
-    mask, rank = 0, ()
-    if request.gpus_per_node:
-        one_set = request.topology == "nvlink-all"
-        choice = choose_slots(free, node.groups, request.gpus_per_node, one_set=one_set)
-        if choice is None:
-            return None
-        mask, rank = choice
-        if request.strategy == "spread":
-            rank = spread_rank(free, rank)
+    devices = _fit_devices(request, node, asked, free, stuck_units)
+    if devices is None:
+        return None
+    mask, parts, rank = devices
     if not (request.vcpus_per_node or request.memory_mib_per_node):
-        return Fit((*rank, node.node_id), node, mask)
+        return Fit((*rank, node.node_id), node, mask, parts)
     left = node.scalars_free(asked.start, asked.end, now=asked.starts_now)
     vcpus, memory_mib = left.vcpus - request.vcpus_per_node, left.memory_mib - request.memory_mib_per_node
     if vcpus < 0 or memory_mib < 0:
         return None
-    if not request.gpus_per_node:
+    if not (request.gpus_per_node or parts):
         # Without GPUs, go where the fewest free GPUs could be left without vCPUs; then best fit.
         spread = request.strategy == "spread"
         rank = (-vcpus, -memory_mib) if spread else (free.bit_count(), vcpus, memory_mib)
-    return Fit((*rank, node.node_id), node, mask)
+    return Fit((*rank, node.node_id), node, mask, parts)
 
 
 def spread_rank(free: int, rank: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,12 +103,37 @@ def spread_rank(free: int, rank: tuple[int, ...]) -> tuple[int, ...]:
     return (-free.bit_count(), *rank)
 
 
+def _fit_devices(
+    request: PlacementRequest, node: NodeView, asked: Asked, free: int, stuck_units: int
+) -> tuple[int, tuple[Part, ...], tuple[int, ...]] | None:
+    """Whole GPUs, parts of shared ones, and how good they are; all empty if none are asked for."""
+    parts, rank = (), ()
+    if request.parts:
+        if node.shared is None:
+            return None
+        taken = node.shared.booked_in(asked.start, asked.end) | stuck_units
+        if asked.starts_now:
+            taken |= node.shared.held
+        fitting = choose_parts(node.shared, request.parts, taken)
+        if fitting is None:
+            return None
+        parts, (gpus, left) = fitting
+        rank = (-left, gpus) if request.strategy == "spread" else (gpus, left)
+    if not request.gpus_per_node:
+        return 0, parts, rank
+    choice = choose_slots(free, node.groups, request.gpus_per_node, one_set=request.topology == "nvlink-all")
+    if choice is None:
+        return None
+    whole = spread_rank(free, choice.rank) if request.strategy == "spread" else choice.rank
+    return choice.mask, parts, (*rank, *whole)
+
+
 def _fit_whole(request: PlacementRequest, node: NodeView, asked: Asked, taken: int) -> Fit | None:
-    """A node of exactly the size asked for, every GPU healthy, and nothing of it booked or held by anybody.
+    """A node of exactly the size asked for, every GPU healthy and whole, and nothing of it booked or held by anybody.
 
     Any taken slot counts, one that is no longer in the inventory too: `[0,)` covers it.
     """
-    if taken or node.gpus != request.gpus_per_node or node.healthy != node.present:
+    if taken or node.shared is not None or node.gpus != request.gpus_per_node or node.healthy != node.present:
         return None
     if request.topology == "nvlink-all" and largest_set(node.present, node.groups) < node.gpus:
         return None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from controlplane.model.labels import Labels
+    from controlplane.model.shares import SharedGpus
 
 
 class Booked(NamedTuple):
@@ -49,7 +50,7 @@ class NodeView:
         placement_gen: as read; a placement loses if the node has moved on since.
         placeable: may take new bookings.
         why_not: one or two words for people if it may not ("unreachable", "cordoned").
-        present: slots that have a GPU, healthy or not.
+        present: slots that have a GPU which is not shared, healthy or not.
         healthy: those that may be given out.
         groups: the NVLink sets of the node, lowest slot first; see `nvlink.plan_nvlink_groups`.
         booked: live bookings.
@@ -57,6 +58,7 @@ class NodeView:
         vcpus, memory_mib: what there is to sell.
         scalars_booked, vcpus_held, memory_mib_held: the same two guards for vCPUs and memory.
         labels: what operators say of it; nodes with equal ones share a value.
+        shared: the GPUs that are given out in parts, None if the node has none.
     """
 
     node_id: int
@@ -74,6 +76,7 @@ class NodeView:
     vcpus_held: int = 0
     memory_mib_held: int = 0
     labels: Labels = ()
+    shared: SharedGpus | None = None
 
     @property
     def gpus(self) -> int:

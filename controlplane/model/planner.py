@@ -27,7 +27,7 @@ from controlplane.model.earliest import find_earliest
 from controlplane.model.fit import fit_node, request_window
 from controlplane.model.instants import FOREVER, to_datetime
 from controlplane.model.refusals import explain_pending
-from controlplane.model.units import WHOLE_NODE, Window, slots_of, spans_of
+from controlplane.model.units import WHOLE_NODE, Window, coalesce, mask_of, slots_of, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 class PlanPart:
     """What is taken of one node.
 
-    `spans` are what is booked: neighbouring slots as one, `[0,)` for a whole node.
+    `slots` are the GPUs, the shared ones of which it gets a part among them. `spans` are what is booked: neighbouring
+    slots as one, `[0,)` for a whole node.
     """
 
     node_id: int
@@ -155,12 +156,14 @@ def _node_id(part: PlanPart) -> int:
 
 
 def _part(request: PlacementRequest, fit: Fit) -> PlanPart:
-    node = fit.node
+    node, spans = fit.node, spans_of(fit.mask)
+    if fit.parts:
+        spans = coalesce([*spans, *(part.span for part in fit.parts)])
     return PlanPart(
         node_id=node.node_id,
         placement_gen=node.placement_gen,
-        slots=slots_of(fit.mask),
-        spans=(WHOLE_NODE,) if request.whole_node else spans_of(fit.mask),
+        slots=slots_of(fit.mask | mask_of(part.slot for part in fit.parts)),
+        spans=(WHOLE_NODE,) if request.whole_node else spans,
         vcpus=node.vcpus if request.whole_node else request.vcpus_per_node,
         memory_mib=node.memory_mib if request.whole_node else request.memory_mib_per_node,
     )

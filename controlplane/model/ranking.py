@@ -5,7 +5,8 @@ physically held. No placement can take more than that, so nothing here grows old
 slots and the same NVLink sets are one *kind*; a request ranks kinds, of which a fleet has few, once for its shape, and
 takes nodes of the best kind that has any. Within a kind, nodes are ordered by the next booking of a free slot: those
 whose next booking comes after the request's end take it for certain, and the one with the tightest gap is taken, so
-that long requests still find the others. Requests without GPUs walk nodes by free vCPUs.
+that long requests still find the others. Requests without GPUs walk nodes by free vCPUs, those for parts
+of shared GPUs walk the nodes that share some by how many are free.
 
 For requests that start later every node is *idle* from the end of its last booking, and *busy* on the days that a
 booking touches. A request looks at busy nodes that may have just enough left that day (a bounded shortlist, tightest
@@ -33,6 +34,7 @@ from controlplane.model.nodeview import Booked, NodeView, ScalarBooked
 from controlplane.model.nvlink import choose_slots, largest_set
 from controlplane.model.planner import Plan, plan_nothing, plan_parts
 from controlplane.model.refusals import why_impossible
+from controlplane.model.shares import UnitsBooked, units_in
 from controlplane.model.units import touched_slots
 
 if TYPE_CHECKING:
@@ -43,12 +45,15 @@ if TYPE_CHECKING:
     from controlplane.model.planner import NoPlan, PlanPart
     from controlplane.model.refusals import Impossible
     from controlplane.model.requests import PlacementRequest
+    from controlplane.model.shares import SharedGpus
 
 # Nodes of one kind that are checked before the next kind's turn: only vCPUs, memory and excluded nodes make one fail.
 TRIES_PER_KIND: Final = 32
 # Busy nodes that a later request looks at, and of those that fit, how many are compared. Some 0.2 ms.
 BUSY_LOOKS_MAX: Final = 256
 BUSY_FITS_MAX: Final = 48
+# Nodes that a request for parts of shared GPUs looks at before it looks at every node.
+PARTS_LOOKS_MAX: Final = 256
 # A booking that is longer than this counts as busy for ever after: nobody keeps a list of a thousand days for it.
 BUSY_DAYS_MAX: Final = 62
 # Shapes of requests whose ranking of kinds is kept, and requests that are known not to fit: users ask for a few.
@@ -63,6 +68,7 @@ _DAY: Final = 86_400_000_000
 
 _NOBODY: Final[frozenset[int]] = frozenset()
 _EVER_AFTER: Final = -1
+_NO_PARTS: Final[dict[str, int]] = {}
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -99,6 +105,7 @@ class _Filed(NamedTuple):
     scalars: tuple[int, int, int]
     idle_from: int
     days: dict[int, int]
+    parts: dict[str, int]
 
 
 class NodeRanking:
@@ -117,6 +124,8 @@ class NodeRanking:
         self._idle: dict[_Kind, list[tuple[int, int]]] = {}
         # Of each day (`_EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending.
         self._busy: dict[int, list[tuple[int, int]]] = {}
+        # Of each class of parts: (how many are not held, node id), ascending.
+        self._parts: dict[str, list[tuple[int, int]]] = {}
         self._refused: dict[Hashable, tuple[int, NoPlan]] = {}
         self._possible: dict[PlacementRequest, Impossible | None] = {}
         for node in nodes:
@@ -166,6 +175,7 @@ class NodeRanking:
             scalars=(node.vcpus - node.vcpus_held, node.memory_mib - node.memory_mib_held, node_id),
             idle_from=max((booked.end for booked in (*node.booked, *node.scalars_booked)), default=0),
             days=_busy_days(node),
+            parts=_free_parts(node),
         )
         self._filed[node_id] = filed
         if kind not in self._now:
@@ -175,6 +185,8 @@ class NodeRanking:
         insort(self._idle.setdefault(_idle_kind(node), []), (-filed.idle_from, node_id))
         for day, left in filed.days.items():
             insort(self._busy.setdefault(day, []), (left, node_id))
+        for device_class, count in filed.parts.items():
+            insort(self._parts.setdefault(device_class, []), (count, node_id))
 
     def _unfile(self, node_id: int) -> None:
         filed = self._filed.pop(node_id, None)
@@ -189,6 +201,8 @@ class NodeRanking:
             _take_out(nodes, (left, node_id))
             if not nodes:
                 del self._busy[day]
+        for device_class, count in filed.parts.items():
+            _take_out(self._parts[device_class], (count, node_id))
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -249,6 +263,8 @@ class NodeRanking:
     def _candidates(self, request: PlacementRequest, asked: Asked, without: Collection[int]) -> Iterator[Fit]:
         seen = set(without)
         likely = self._likely_now if asked.starts_now else self._likely_later
+        if request.parts:
+            likely = self._by_parts
         for fit in likely(request, asked):
             if fit.node.node_id not in seen:
                 seen.add(fit.node.node_id)
@@ -270,6 +286,23 @@ class NodeRanking:
                 fit = fit_node(request, self._nodes[node_id], asked)
                 if fit is not None:
                     yield fit
+
+    def _by_parts(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
+        """Of the nodes with the class that fewest have, those with just enough of it, or with most."""
+        rarest = min(request.parts, key=lambda ask: len(self._parts.get(ask.device_class, ())))
+        nodes = self._parts.get(rarest.device_class, [])
+        # what is held now may be free in a later window
+        enough = nodes[bisect_left(nodes, (rarest.count, -1)) :] if asked.starts_now else nodes[:]
+        if request.strategy == "spread":
+            enough.reverse()
+        fits: list[Fit] = []
+        for _, node_id in enough[:PARTS_LOOKS_MAX]:
+            fit = fit_node(request, self._nodes[node_id], asked)
+            if fit is not None:
+                fits.append(fit)
+            if len(fits) == BUSY_FITS_MAX + request.nodes:
+                break
+        yield from sorted(fits, key=_rank_of)
 
     def _by_scalars(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
         if request.strategy == "spread":
@@ -355,7 +388,8 @@ class NodeRanking:
 
 
 def _inventory(node: NodeView) -> tuple[object, ...]:
-    return node.present, node.groups, node.vcpus, node.memory_mib
+    shared = None if node.shared is None else frozenset((*node.shared.parts, *node.shared.sick))
+    return node.present, node.groups, node.vcpus, node.memory_mib, shared
 
 
 def _with_part(node: NodeView, part: PlanPart, start: int, end: int, *, held: bool) -> NodeView:
@@ -382,7 +416,26 @@ def _with_part(node: NodeView, part: PlanPart, start: int, end: int, *, held: bo
         node.vcpus_held + part.vcpus if held else node.vcpus_held,
         node.memory_mib_held + part.memory_mib if held else node.memory_mib_held,
         node.labels,
+        None if node.shared is None else _with_units(node.shared, part, start, end, held=held),
     )
+
+
+def _with_units(shared: SharedGpus, part: PlanPart, start: int, end: int, *, held: bool) -> SharedGpus:
+    units = units_in(part.spans, shared)
+    if not units:
+        return shared
+    booked = (*shared.booked, UnitsBooked(units, start, end))
+    return replace(shared, booked=booked, held=shared.held | units if held else shared.held)
+
+
+def _free_parts(node: NodeView) -> dict[str, int]:
+    """Of each class of the node's parts: how many are not held."""
+    if node.shared is None:
+        return _NO_PARTS
+    free: dict[str, int] = {}
+    for part in node.shared.parts:
+        free[part.device_class] = free.get(part.device_class, 0) + (not part.units & node.shared.held)
+    return free
 
 
 def _idle_kind(node: NodeView) -> _Kind:

@@ -36,6 +36,7 @@ class PendingReason(StrEnum):
     SELECTOR = "selector"
     NOT_SCHEDULABLE = "not_schedulable"
     GPUS = "gpus"
+    PARTS = "parts"
     NVLINK = "nvlink"
     WHOLE_NODE = "whole_node"
     VCPUS = "vcpus"
@@ -57,10 +58,11 @@ class _Free(NamedTuple):
 
     gpus: int
     linked: int
+    parts: tuple[int, ...]
     scalars: Scalars
 
 
-_NONE_FREE = _Free(0, 0, Scalars(0, 0))
+_NO_SCALARS = Scalars(0, 0)
 
 
 def explain_pending(request: PlacementRequest, nodes: Sequence[NodeView], now: datetime) -> tuple[PendingReason, str]:
@@ -104,13 +106,21 @@ def _explain_one_node(request: PlacementRequest, free: list[_Free]) -> tuple[Pen
             )
         where = f"one node with {gpus} free {_plural('GPU', gpus)}" + (" of one NVLink set" if linked else "")
         free = [node for node in free if (node.linked if linked else node.gpus) >= gpus]
+    for i, ask in enumerate(request.parts):
+        most = max(node.parts[i] for node in free)
+        wanted = f"{ask.count} x {ask.device_class}"
+        there = "such a node" if where != "one node" else where
+        if most < ask.count:
+            return PendingReason.PARTS, f"needs {wanted} on {where}; most free on {there}: {most}"
+        where += f"{' with' if where == 'one node' else ' and'} {wanted} free"
+        free = [node for node in free if node.parts[i] >= ask.count]
     vcpus, memory = request.vcpus_per_node, request.memory_mib_per_node
-    there = "such a node" if gpus else "one node"
+    there = "such a node" if where != "one node" else where
     most = max(node.scalars.vcpus for node in free)
     if most < vcpus:
         return PendingReason.VCPUS, f"needs {_vcpus(vcpus)} on {where}; most free on {there}: {max(most, 0)}"
     if vcpus:
-        where += f"{' and' if gpus else ' with'} {vcpus} free {_plural('vCPU', vcpus)}"
+        where += f"{' with' if where == 'one node' else ' and'} {vcpus} free {_plural('vCPU', vcpus)}"
         there = "such a node"
         free = [node for node in free if node.scalars.vcpus >= vcpus]
     most = max(node.scalars.memory_mib for node in free)
@@ -123,12 +133,21 @@ def _explain_one_node(request: PlacementRequest, free: list[_Free]) -> tuple[Pen
 def _free(request: PlacementRequest, node: NodeView, asked: Asked) -> _Free:
     taken = node.booked_in(asked.start, asked.end) | (node.held if asked.starts_now else 0)
     if taken == ALL_SLOTS:
-        return _NONE_FREE
+        return _Free(0, 0, (0,) * len(request.parts), _NO_SCALARS)
+    parts = _free_parts(request, node, asked) if request.parts else ()
     free = node.healthy & ~taken
     linked = largest_set(free, node.groups) if request.topology == "nvlink-all" else 0
     if not (request.vcpus_per_node or request.memory_mib_per_node):
-        return _Free(free.bit_count(), linked, _NONE_FREE.scalars)
-    return _Free(free.bit_count(), linked, node.scalars_free(asked.start, asked.end, now=asked.starts_now))
+        return _Free(free.bit_count(), linked, parts, _NO_SCALARS)
+    return _Free(free.bit_count(), linked, parts, node.scalars_free(asked.start, asked.end, now=asked.starts_now))
+
+
+def _free_parts(request: PlacementRequest, node: NodeView, asked: Asked) -> tuple[int, ...]:
+    shared = node.shared
+    if shared is None:
+        return (0,) * len(request.parts)
+    taken = shared.booked_in(asked.start, asked.end) | (shared.held if asked.starts_now else 0)
+    return tuple(len(shared.free(ask.device_class, taken)) for ask in request.parts)
 
 
 def why_impossible(request: PlacementRequest, nodes: Sequence[NodeView]) -> Impossible | None:
@@ -146,7 +165,7 @@ def _lacks(request: PlacementRequest, nodes: Sequence[NodeView]) -> Impossible |
     if not nodes:
         return Impossible("pool", "this pool has no nodes")
     enough = list(nodes)
-    for narrow in (_narrow_to_gpus, _narrow_to_linked, _narrow_to_vcpus, _narrow_to_memory):
+    for narrow in (_narrow_to_gpus, _narrow_to_linked, _narrow_to_parts, _narrow_to_vcpus, _narrow_to_memory):
         narrowed = narrow(request, enough)
         if isinstance(narrowed, Impossible):
             return narrowed
@@ -175,7 +194,7 @@ def _selector(request: PlacementRequest) -> str:
 
 def _narrow_to_gpus(request: PlacementRequest, nodes: list[NodeView]) -> list[NodeView] | Impossible:
     gpus, whole = request.gpus_per_node, request.whole_node
-    enough = [node for node in nodes if (node.gpus == gpus if whole else node.gpus >= gpus)]
+    enough = [node for node in nodes if (_is_whole(node, gpus) if whole else node.gpus >= gpus)]
     if enough:
         return enough
     sizes = sorted({node.gpus for node in nodes})
@@ -183,6 +202,23 @@ def _narrow_to_gpus(request: PlacementRequest, nodes: list[NodeView]) -> list[No
         has = ", ".join(map(str, sizes))
         return Impossible("gpus", f"needs a whole node of {_gpus(gpus)}; the nodes of this pool have {has}")
     return Impossible("gpus", f"needs {_gpus(gpus)} on one node; the largest node of this pool has {sizes[-1]}")
+
+
+def _is_whole(node: NodeView, gpus: int) -> bool:
+    return node.gpus == gpus and node.shared is None
+
+
+def _narrow_to_parts(request: PlacementRequest, nodes: list[NodeView]) -> list[NodeView] | Impossible:
+    enough = nodes
+    for ask in request.parts:
+        counts = [(0 if node.shared is None else node.shared.total(ask.device_class), node) for node in enough]
+        enough = [node for count, node in counts if count >= ask.count]
+        if not enough:
+            most = max(count for count, _ in counts)
+            there = "such node" if len(counts) < len(nodes) or request.gpus_per_node else "node"
+            wanted = f"{ask.count} x {ask.device_class}"
+            return Impossible("devices", f"needs {wanted} on one {there}; the most on one of this pool: {most}")
+    return enough
 
 
 def _narrow_to_linked(request: PlacementRequest, nodes: list[NodeView]) -> list[NodeView] | Impossible:
@@ -215,8 +251,8 @@ def _narrow_to_memory(request: PlacementRequest, nodes: list[NodeView]) -> list[
 
 
 def _size(request: PlacementRequest) -> str:
-    if request.gpus_per_node:
-        return f"one node with {_gpus(request.gpus_per_node)}; the largest such node"
+    if request.gpus_per_node or request.parts:
+        return f"one node with {_devices(request)}; the largest such node"
     return "one node; the largest node"
 
 
@@ -229,6 +265,7 @@ def _gang(request: PlacementRequest, *, free: bool) -> str:
     if request.gpus_per_node:
         linked = " of one NVLink set" if request.topology == "nvlink-all" else ""
         has.append(f"{request.gpus_per_node} {word}{_plural('GPU', request.gpus_per_node)}{linked}")
+    has += [f"{ask.count} x {ask.device_class}{' free' if word else ''}" for ask in request.parts]
     if request.vcpus_per_node:
         has.append(f"{request.vcpus_per_node} {word}{_plural('vCPU', request.vcpus_per_node)}")
     if request.memory_mib_per_node:
@@ -238,6 +275,11 @@ def _gang(request: PlacementRequest, *, free: bool) -> str:
     *most, last = has
     text = f"{', '.join(most)} and {last}" if most else last
     return f"{nodes} with {text}" + (" each" if many else "")
+
+
+def _devices(request: PlacementRequest) -> str:
+    has = [_gpus(request.gpus_per_node)] if request.gpus_per_node else []
+    return " and ".join([*has, *(f"{ask.count} x {ask.device_class}" for ask in request.parts)])
 
 
 def _such_nodes(number: int) -> str:

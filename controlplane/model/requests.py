@@ -17,12 +17,14 @@ from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
 from controlplane.model.labels import InvalidLabel, parse_selector
+from controlplane.model.shares import ASKS_MAX, SLOTS_OF_A_GPU, UnknownClass, ask_for
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from controlplane.model.labels import Selector
+    from controlplane.model.shares import PartAsk
 
 Topology = Literal["any", "nvlink-all"]
 Strategy = Literal["pack", "spread"]
@@ -66,6 +68,7 @@ class PlacementRequest:
         duration: how long; None is open ended.
         selector: the nodes it may be on, by their labels; none leaves it every node of the pool.
         strategy: `pack` fills nodes that are in use before it begins another; `spread` takes the emptiest.
+        parts: of shared GPUs, for each part of the gang; each class once, by name.
     """
 
     nodes: int
@@ -78,6 +81,7 @@ class PlacementRequest:
     duration: timedelta | None
     selector: Selector = ()
     strategy: Strategy = "pack"
+    parts: tuple[PartAsk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class WindowLimits:
 
 
 NO_LIMITS = WindowLimits()
+NO_PARTS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ def resolve_request(
     limits: WindowLimits = NO_LIMITS,
     selector: Sequence[str] = (),
     strategy: str = "pack",
+    parts: Mapping[str, int] = NO_PARTS,
 ) -> PlacementRequest:
     """Make a user's request (totals over all nodes) into the planner's (shares of each node), within the pool's limits.
 
@@ -136,9 +142,12 @@ def resolve_request(
     if whole_node:
         gpus_per_node, count = _resolve_whole_nodes(pool, gpus, nodes)
         _check_whole_node_scalars(vcpus, memory_mib)
+        if parts:
+            raise InvalidRequest("devices", "a whole node shares no GPU", "ask for the parts without whole_node")
     else:
         gpus_per_node, count = _resolve_gpus(pool, gpus or 0, nodes)
-        _check_something_asked(pool, gpus_per_node, vcpus or 0)
+        if not parts:
+            _check_something_asked(pool, gpus_per_node, vcpus or 0)
     request = PlacementRequest(
         nodes=count,
         gpus_per_node=gpus_per_node,
@@ -150,6 +159,7 @@ def resolve_request(
         duration=_resolve_duration(duration),
         selector=_resolve_selector(selector),
         strategy=_resolve_strategy(strategy),
+        parts=_resolve_parts(parts, count),
     )
     check_limits(limits, request, now)
     return request
@@ -273,6 +283,20 @@ def _resolve_strategy(strategy: str) -> Strategy:
             return known
     known = " or ".join(repr(name) for name in get_args(Strategy))
     raise InvalidRequest("strategy", f"{strategy!r} is not known", f"use {known}")
+
+
+def _resolve_parts(parts: Mapping[str, int], nodes: int) -> tuple[PartAsk, ...]:
+    if len(parts) > ASKS_MAX:
+        raise InvalidRequest("devices", f"{len(parts)} classes", f"ask for at most {ASKS_MAX}")
+    try:
+        return tuple(ask_for(name, _share("devices", count, nodes)) for name, count in sorted(parts.items()))
+    except UnknownClass as exc:
+        slots = ", ".join(map(str, SLOTS_OF_A_GPU))
+        raise InvalidRequest(
+            "devices",
+            f"{str(exc)!r} is no class of devices",
+            f"use gpu, or slot.1/N for a time slot; N is one of {slots}",
+        ) from None
 
 
 def _resolve_start(start: datetime | None, now: datetime) -> datetime | None:

@@ -174,6 +174,20 @@ def spans_of(mask: int) -> tuple[Span, ...]:
     return tuple(runs)
 
 
+def units_of(spans: Iterable[Span]) -> int:
+    """The set of units of these spans, one bit for each."""
+    units = 0
+    for span in spans:
+        below = (1 << span.start) - 1
+        units |= ~below if span.end is None else ((1 << span.end) - 1) & ~below
+    return units
+
+
+def span_of_units(units: int) -> Span:
+    """A (finite) set of neighbouring units as a span."""
+    return Span((units & -units).bit_length() - 1, units.bit_length())
+
+
 def touched_slots(spans: Iterable[Span]) -> int:
     """The set of slots of which these spans hold any part; `ALL_SLOTS` for `[0,)`."""
     mask = 0

@@ -165,6 +165,33 @@ def test_labels_and_selectors(server: CommandServer, bcctl: CommandLine) -> None
     assert ran.err.startswith("INVALID: selector: 'zone in (a,b)' is not a term: ")
 
 
+def test_a_gpu_is_shared_in_time_slots(server: CommandServer, bcctl: CommandLine) -> None:
+    what = ("reserve", "--pool", "h100", "--for", "1h")
+    ran = bcctl(*what, "--device", "slot.1/4=1")
+    assert ran.err.startswith("IMPOSSIBLE: devices: needs 1 x slot.1/4 on one node; the most on one of this pool: 0\n")
+    assert fields(bcctl("devices", "share", "GPU-0001-7", "--slots", "4").value)["time slots"] == "4"
+    assert rows(bcctl("devices", "list", "--node", "node-1").value)[7][5] == "1/4"
+    quarter = json.loads(bcctl(*what, "--device", "slot.1/4=1", "--output", "json").value)
+    assert quarter["devices"] == [{"class": "slot.1/4", "count": 1}]
+    assert (quarter["gpus"], quarter["state"], quarter["parts"][0]["gpu_uuids"]) == (0, "active", ["GPU-0001-7"])
+    mixed = bcctl(*what, "--device", "slot.1/4=1", "--device", "gpu=2", "--vcpus", "4")
+    assert fields(mixed.value)["asked for"] == "2 GPUs, 1 x slot.1/4, 4 vCPUs"
+    ran = bcctl("devices", "unshare", "GPU-0001-7")
+    assert ran.err.startswith(f"CONFLICT: device: GPU-0001-7 is booked or held ({quarter['id']}, ")
+    for text, message in (
+        ("slot.1/5=1", "INVALID: devices: 'slot.1/5' is no class of devices; use gpu, or slot.1/N for a time slot; "),
+        ("mig.3g.40gb=1", "INVALID: devices: 'mig.3g.40gb' is no class of devices; "),
+    ):
+        assert bcctl(*what, "--device", text).err.startswith(message)
+    assert "write CLASS=N, as in slot.1/4=1" in bcctl(*what, "--device", "slot.1/4").err
+    ran = bcctl(*what, "--gpus", "1", "--device", "gpu=1")
+    assert ran.err.startswith("INVALID: devices: gpus says the number of whole GPUs; leave one of the two out\n")
+    ran = bcctl("devices", "share", "GPU-0000-0", "--slots", "5")
+    assert ran.err.startswith("INVALID: time_slots: a GPU cannot be shared in 5; use 2, 3, 4, 6, 8, 12, 16, 24, 48\n")
+    bcctl("devices", "share", "GPU-0000-0", "--slots", "2")
+    assert bcctl("devices", "unshare", "GPU-0000-0", "--query", "time_slots").value == "1"
+
+
 def test_a_node_that_will_not_come_back(server: CommandServer, bcctl: CommandLine) -> None:
     rsv = bcctl("reserve", "--pool", "h100", "--gpus", "8", "--for", "1h", "--query", "id").value
     hold = bcctl("allocations", "list", "--reservation", rsv, "--held", "--query", "items[0].id").value

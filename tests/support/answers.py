@@ -70,6 +70,7 @@ ACTIVE: dict[str, Any] = {
     "whole_node": False,
     "selector": [],
     "strategy": "pack",
+    "devices": [],
     "start": "2030-01-01T10:00:00Z",
     "end": "2030-01-01T18:00:00Z",
     "duration_s": 28_800,

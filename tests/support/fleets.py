@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from controlplane.model.instants import to_end, to_instant
 from controlplane.model.labels import parse_selector
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, group_masks
-from controlplane.model.requests import PlacementRequest, Strategy, Topology
-from controlplane.model.units import mask_of
+from controlplane.model.requests import NO_PARTS, PlacementRequest, Strategy, Topology
+from controlplane.model.shares import UnitsBooked, ask_for, share
+from controlplane.model.units import Span, mask_of, touched_slots, units_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 HORIZON = NOW + timedelta(days=90)
@@ -39,6 +40,7 @@ def make_request(
     hours: float | None = 1,
     selector: Sequence[str] = (),
     strategy: Strategy = "pack",
+    parts: Mapping[str, int] = NO_PARTS,
 ) -> PlacementRequest:
     """Amounts are each node's; `start` is in hours from now."""
     return PlacementRequest(
@@ -52,6 +54,7 @@ def make_request(
         duration=None if hours is None else timedelta(hours=hours),
         selector=parse_selector(selector),
         strategy=strategy,
+        parts=tuple(ask_for(name, count) for name, count in sorted(parts.items())),
     )
 
 
@@ -104,3 +107,32 @@ def use(node: NodeView, *slots: int, until: float | None = 1) -> NodeView:
 
 def shut(node: NodeView, why_not: str) -> NodeView:
     return replace(node, placeable=False, why_not=why_not)
+
+
+def shared_node(
+    node_id: int,
+    groups: tuple[int | None, ...],
+    shared: Mapping[int, int],
+    *,
+    sick: Collection[int] = (),
+    taken: Iterable[tuple[Span, float, float | None]] = (),
+    held: Iterable[Span] = (),
+    vcpus: int = 0,
+) -> NodeView:
+    """A node of which the GPUs in some slots are shared in so many time slots, with spans booked and held."""
+    node = make_node(node_id, groups, sick=sick, vcpus=vcpus)
+    whole = ~mask_of(shared)
+    spans, holds = list(taken), list(held)
+    bookings = [Booked(touched_slots([span]), *hours(start, end)) for span, start, end in spans]
+    units = [UnitsBooked(units_of([span]), *hours(start, end)) for span, start, end in spans]
+    healthy = {slot: slots for slot, slots in shared.items() if slot not in sick}
+    out = {slot: slots for slot, slots in shared.items() if slot in sick}
+    return replace(
+        node,
+        present=node.present & whole,
+        healthy=node.healthy & whole,
+        groups=group_masks({slot: group for slot, group in enumerate(groups) if slot not in shared}),
+        booked=tuple(bookings),
+        held=touched_slots(holds),
+        shared=share(healthy, out, units, units_of(holds)),
+    )

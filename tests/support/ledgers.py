@@ -123,6 +123,7 @@ class LedgerFleet:
         queue_s: float | None = None,
         selector: Sequence[str] = (),
         strategy: str = "pack",
+        parts: Sequence[str] = (),
     ) -> int:
         """Store a draft; `start_s` and `queue_s` count from the fleet's now. Amounts are per node."""
 
@@ -149,6 +150,7 @@ class LedgerFleet:
                     created_by="usr_test",
                     selector=list(selector),
                     strategy=strategy,
+                    parts=list(parts),
                 ),
             )
             return new.reservation_id

@@ -140,7 +140,8 @@ RULES: tuple[Rule, ...] = (
         where a.released_at is null and not exists (
           select from device d, unnest(a.spans) u
           where d.uuid = gpu and d.node_id = a.node_id
-            and lower(u) <= 48 * d.slot and 48 * (d.slot + 1) <= coalesce(upper(u), 2147483647))
+            and case when d.time_slots > 1 then u && int4range(48 * d.slot, 48 * (d.slot + 1))
+                     else lower(u) <= 48 * d.slot and 48 * (d.slot + 1) <= coalesce(upper(u), 2147483647) end)
         """,
     ),
     Rule(
@@ -161,6 +162,7 @@ RULES: tuple[Rule, ...] = (
         select format('%s: %s', gpu, string_agg(a.public_id, ', ' order by a.allocation_id))
         from allocation a, unnest(a.device_uuids) gpu
         where a.released_at is null
+          and not exists (select from device d where d.uuid = gpu and d.retired_at is null and d.time_slots > 1)
         group by gpu having count(*) > 1
         """,
     ),

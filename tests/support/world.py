@@ -41,6 +41,7 @@ class World:
     node: str
     idle_node: str
     device: str
+    idle_device: str
     token: str
     command: str
     allocation: str
@@ -97,6 +98,7 @@ async def make_world(api: Api, dsn: Dsn) -> World:
     with psycopg.connect(dsn.owner, autocommit=True) as conn:
         idle_node = insert_node(conn, row[0], 1, 8)
     device = (await api.ok("devices/list", pool="h100"))["items"][0]
+    idle_device = (await api.ok("devices/list", node=idle_node.public_id))["items"][0]
     token = await api.ok("joinTokens/create", pool="h100")
     command = await api.ok("commands/create", node=allocation["node"], kind="diag.nvml")
     return World(
@@ -107,6 +109,7 @@ async def make_world(api: Api, dsn: Dsn) -> World:
         node=allocation["node"],
         idle_node=idle_node.public_id,
         device=device["id"],
+        idle_device=idle_device["id"],
         token=token["id"],
         command=command["id"],
         allocation=allocation["id"],
@@ -204,6 +207,7 @@ def _examples_of_the_fleet(w: World) -> dict[str, dict[str, Any]]:
         "nodes/forceDecommission": {"node": w.idle_node, "reason": "burnt"},
         "devices/get": {"device": w.device},
         "devices/list": {"pool": "h100"},
+        "devices/share": {"device": w.idle_device, "time_slots": 4},
         "joinTokens/create": {"pool": "h100"},
         "joinTokens/get": {"id": w.token},
         "joinTokens/list": {},

@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import msgspec
 
 from controlplane.api import resolve
-from controlplane.api.calls import Input, ListInput, Page, Read
+from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, Ref
-from controlplane.db import devices
+from controlplane.db import devices, nodes
+from controlplane.db.queue import enqueue
+from controlplane.errors import Conflict, Invalid
+from controlplane.fleet import lifecycle
+from controlplane.iam.port import Resource
+from controlplane.model.shares import SLOTS_OF_A_GPU
 
 if TYPE_CHECKING:
     from controlplane.api.calls import Call
     from controlplane.db.devices import DeviceRow
     from controlplane.db.tx import Tx
+
+# Of those who are in the way of a change, so many are named.
+USERS_SHOWN = 5
 
 Health = Literal["healthy", "suspect", "unhealthy", "missing"]
 
@@ -36,13 +44,21 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_group: Annotated[int | None, msgspec.Meta(description="GPUs of a node with equal numbers are linked.")]
     health: Health
     health_reason: str
-    held_by: Annotated[str | None, msgspec.Meta(description="The reservation that holds it now.")]
+    held_by: Annotated[str | None, msgspec.Meta(description="The reservation that holds it, or a part of it, now.")]
+    time_slots: Annotated[int, msgspec.Meta(description="Into how many it is shared; 1 if it is given out whole.")]
     created_at: Instant
     retired_at: Instant | None
 
 
 class DeviceRef(Input, frozen=True, kw_only=True):
     device: Annotated[str, msgspec.Meta(min_length=1, max_length=100, description="An id, or the UUID of a GPU.")]
+
+
+class ShareDevice(Idempotent, frozen=True, kw_only=True):
+    device: Annotated[str, msgspec.Meta(min_length=1, max_length=100, description="An id, or the UUID of a GPU.")]
+    time_slots: Annotated[
+        int, msgspec.Meta(ge=1, le=48, description="A divisor of 48; 1 gives the GPU out whole again.")
+    ]
 
 
 class ListDevices(ListInput, frozen=True, kw_only=True):
@@ -67,6 +83,7 @@ def _shown(row: DeviceRow) -> Device:
         health=cast("Health", row.health),
         health_reason=row.health_reason,
         held_by=row.held_by,
+        time_slots=row.time_slots,
         created_at=row.created_at,
         retired_at=row.retired_at,
     )
@@ -91,7 +108,49 @@ def _list(tx: Tx, call: Call, typed: ListDevices) -> Page[Device]:
     return make_page("devices", rows, typed.limit, item=_shown, keys=lambda row: (row.device_id,))
 
 
+def _load(tx: Tx, call: Call, typed: ShareDevice) -> Target[DeviceRow]:
+    row = devices.find_device(tx, typed.device) if call.scope.everything else None
+    if row is None:
+        raise resolve.not_found("device", typed.device, field="device")
+    return Target(Resource(id=row.public_id, tenant_id=None, attributes={"node": row.node_name}), row)
+
+
+def _share(tx: Tx, _: Call, typed: ShareDevice, target: Target[DeviceRow]) -> Outcome[Device]:
+    if typed.time_slots not in (1, *SLOTS_OF_A_GPU):
+        slots = ", ".join(map(str, SLOTS_OF_A_GPU))
+        raise Invalid(f"time_slots: a GPU cannot be shared in {typed.time_slots}; use {slots}", field="time_slots")
+    node = nodes.lock_lifecycle(tx, target.row.node_id)
+    row = devices.lock_device(tx, target.row.device_id)
+    if node is None or row is None:
+        raise Conflict(f"device: {target.row.uuid} is no longer on {target.row.node_name}", field="device")
+    if row.time_slots != typed.time_slots:
+        users = devices.load_users(tx, row.device_id, limit=USERS_SHOWN)
+        if users:
+            shown = ", ".join(user or "maintenance" for user in users)
+            raise Conflict(
+                f"device: {row.uuid} is booked or held ({shown}); cordon its node, and share it when they have ended",
+                field="device",
+            )
+        devices.set_time_slots(tx, row.device_id, typed.time_slots)
+        lifecycle.tell(tx, node, "device_shared", uuid=row.uuid, slot=row.slot, time_slots=typed.time_slots)
+        # somebody may wait for such parts
+        enqueue(tx, "pool", [str(node.pool_id)])
+    found = devices.find_device(tx, row.public_id)
+    assert found is not None, "locked above"
+    return Outcome(_shown(found))
+
+
 METHODS = (
+    Mutation(
+        group="devices",
+        name="share",
+        action="device.share",
+        input=ShareDevice,
+        output=Device,
+        summary="Give a GPU that nobody has out in time slots, or whole again.",
+        load=_load,
+        perform=_share,
+    ),
     Read(
         group="devices",
         name="get",

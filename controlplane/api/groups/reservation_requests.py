@@ -40,11 +40,12 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
         gpus, vcpus, memory_mib = asked.gpus, asked.vcpus, asked.memory_mib
     else:
         offering = resolve.find_offering(tx, call, asked.offering, tenant_id=None)
-        for field in ("pool", "gpus", "vcpus", "memory_mib"):
-            if getattr(asked, field) is not None:
+        for field in ("pool", "gpus", "devices", "vcpus", "memory_mib"):
+            if getattr(asked, field) not in (None, []):
                 raise Invalid(f"{field}: the offering {offering.slug} says that; leave it out", field=field)
         pool = offering.pool_slug
         gpus, vcpus, memory_mib = offering.gpus or None, offering.vcpus or None, offering.memory_mib or None
+    gpus, parts = _devices(asked, gpus)
     if duration_s is not None and duration_s <= 0:
         raise Invalid(f"duration_s: {duration_s} is not a time; ask for at least 1 second", field="duration_s")
     found = resolve.find_asked(tx, call, pool, gpus=_share(gpus or 0, asked))
@@ -63,6 +64,7 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
             limits=found.limits,
             selector=asked.selector,
             strategy=asked.strategy,
+            parts=parts,
         )
     except InvalidRequest as exc:
         raise as_invalid(exc) from exc
@@ -74,6 +76,18 @@ def _share(gpus: int, asked: What) -> int | None:
     if asked.whole_node and not gpus:
         return None
     return math.ceil(gpus / max(asked.nodes or 1, 1))
+
+
+def _devices(asked: What, gpus: int | None) -> tuple[int | None, dict[str, int]]:
+    """Whole GPUs, and the other classes. Raises Invalid."""
+    parts: dict[str, int] = {}
+    for device in asked.devices:
+        if device.device_class in parts:
+            raise Invalid(f"devices: {device.device_class} is there twice; add its counts up", field="devices")
+        parts[device.device_class] = device.count
+    if "gpu" in parts and gpus is not None:
+        raise Invalid("devices: gpus says the number of whole GPUs; leave one of the two out", field="devices")
+    return parts.pop("gpu", gpus), parts
 
 
 def as_invalid(exc: InvalidRequest) -> Invalid:

@@ -11,6 +11,7 @@ from controlplane.api.calls import Idempotent, Input, ListInput
 from controlplane.db.reservation_views import load_named, load_names, load_parts
 from controlplane.model.labels import TERMS_MAX
 from controlplane.model.queueing import PRIORITY_MAX, PRIORITY_MIN
+from controlplane.model.shares import ASKS_MAX, parse_parts
 from controlplane.model.states import ReservationState
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ RFC_3339 = {"format": "date-time"}
 Gpus = Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="GPUs over all nodes.")]
 
 
+class DeviceAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """So many devices of a class, over all nodes."""
+
+    device_class: Annotated[
+        str, msgspec.Meta(max_length=64, description="`gpu`, or `slot.1/4` for a quarter of a shared GPU's time.")
+    ] = msgspec.field(name="class")
+    count: Annotated[int, msgspec.Meta(ge=1, le=AMOUNT_MAX)]
+
+
 class What(Idempotent, frozen=True, kw_only=True):
     """What is asked for, without when. Amounts are totals over all nodes."""
 
@@ -42,6 +52,13 @@ class What(Idempotent, frozen=True, kw_only=True):
         | None
     ) = None
     gpus: Gpus | None = None
+    devices: Annotated[
+        list[DeviceAsked],
+        msgspec.Meta(
+            max_length=ASKS_MAX + 1,
+            description="Devices by class, all on each node of the reservation; `gpus` is short for the class `gpu`.",
+        ),
+    ] = msgspec.field(default_factory=list[DeviceAsked])
     nodes: (
         Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="How many nodes the amounts are divided over.")] | None
     ) = None
@@ -185,6 +202,7 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
     whole_node: bool
     selector: list[str]
     strategy: str
+    devices: Annotated[list[DeviceAsked], msgspec.Meta(description="Parts of shared GPUs; whole ones are in `gpus`.")]
     start: datetime | None
     end: datetime | None
     duration_s: int | None
@@ -243,6 +261,9 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
         whole_node=row.whole_node,
         selector=row.selector,
         strategy=row.strategy,
+        devices=[
+            DeviceAsked(device_class=ask.device_class, count=ask.count * row.nodes) for ask in parse_parts(row.parts)
+        ],
         start=_utc(row.window_start or row.starts_at),
         end=_utc(row.window_end),
         duration_s=row.duration_s,

@@ -40,6 +40,7 @@ from controlplane.iam.port import Resource
 from controlplane.model.labels import write_selector
 from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
+from controlplane.model.shares import write_parts
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -114,6 +115,7 @@ def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Res
             created_by=call.principal.id,
             selector=write_selector(request.selector),
             strategy=request.strategy,
+            parts=write_parts(request.parts),
         ),
     )
     return Target(_resource(row), row)

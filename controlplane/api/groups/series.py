@@ -44,6 +44,7 @@ from controlplane.iam.port import Resource
 from controlplane.model.labels import write_selector
 from controlplane.model.recurrence import expand
 from controlplane.model.requests import InvalidRequest
+from controlplane.model.shares import write_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,6 +159,7 @@ def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> 
         created_by=call.principal.id,
         selector=write_selector(request.selector),
         strategy=request.strategy,
+        parts=write_parts(request.parts),
     )
     plans = _plan(tx, call, resolved, asked.occurrences, now)
     if given.all_or_nothing:

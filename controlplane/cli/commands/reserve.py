@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 WHAT = (
     click.option("--pool", help="Id or slug of the pool: `bcctl pools list`."),
     click.option("--offering", help="A named size, in place of --pool and amounts: `bcctl offerings list`."),
+    click.option(
+        "--device",
+        "devices",
+        multiple=True,
+        metavar="CLASS=N",
+        help="Devices of a class, over all nodes: slot.1/4=1 is a quarter of a shared GPU's time; may be repeated.",
+    ),
     click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs, over all nodes."),
     click.option(
         "--nodes",
@@ -92,23 +99,34 @@ def asked_for(
     start: datetime | None,
     whole_node: bool,
     memory: int | None,
+    devices: tuple[str, ...],
     **fields: object,
 ) -> dict[str, object]:
     """Return the API's input for what the options say. Raises UsageError."""
-    what = what_asked(whole_node=whole_node, memory=memory, **fields)
+    what = what_asked(whole_node=whole_node, memory=memory, devices=devices, **fields)
     if (duration is None) != open_ended:
         raise click.UsageError("say how long, as in --for 8h; or --open-ended to hold it until you release it")
     return what | given(duration_s=duration, start=None if start is None else start.isoformat())
 
 
-def what_asked(*, whole_node: bool, memory: int | None, **fields: object) -> dict[str, object]:
+def what_asked(
+    *, whole_node: bool, memory: int | None, devices: tuple[str, ...], **fields: object
+) -> dict[str, object]:
     """Return the API's input for what `WHAT` says. Raises UsageError."""
     if fields.get("pool") is None and fields.get("offering") is None:
         raise click.UsageError("say from where: --pool POOL, or --offering OFFERING")
     amounts = [fields.get(name) for name in ("gpus", "vcpus", "offering")]
-    if not any(amounts) and memory is None and not whole_node:
-        raise click.UsageError("say how much: --gpus N, --vcpus N, --memory SIZE or --whole-node")
-    return given(**fields, whole_node=whole_node or None, memory_mib=memory)
+    if not any(amounts) and memory is None and not whole_node and not devices:
+        raise click.UsageError("say how much: --gpus N, --device CLASS=N, --vcpus N, --memory SIZE or --whole-node")
+    classes = [_device(text) for text in devices]
+    return given(**fields, whole_node=whole_node or None, memory_mib=memory, devices=classes or None)
+
+
+def _device(text: str) -> dict[str, object]:
+    name, _, count = text.partition("=")
+    if not (name and count.isdecimal() and int(count)):
+        raise click.UsageError(f"--device {text}: write CLASS=N, as in slot.1/4=1")
+    return {"class": name, "count": int(count)}
 
 
 @click.command("reserve", cls=ApiCommand)

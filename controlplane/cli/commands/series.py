@@ -158,6 +158,7 @@ def _asked_for(
     until: Any,  # noqa: ANN401
     count: int | None,
     memory: int | None,
+    devices: tuple[str, ...],
     whole_node: bool,
     **what: object,
 ) -> dict[str, object]:
@@ -166,7 +167,7 @@ def _asked_for(
         raise click.UsageError("say when a window ends, as in --to 17:00; or how long it is, as in --for 8h")
     if until is None and count is None:
         raise click.UsageError("say when it is over: --until DATE or --count N")
-    amounts = reserve.what_asked(whole_node=whole_node, memory=memory, **what)
+    amounts = reserve.what_asked(whole_node=whole_node, memory=memory, devices=devices, **what)
     named = None if days is None else _parse_days(days)
     end, end_days = (None, None) if to_time is None else _parse_to(to_time)
     return amounts | given(
