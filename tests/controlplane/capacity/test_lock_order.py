@@ -56,7 +56,7 @@ async def _prepare(fleet: LedgerFleet, what: str) -> Callable[[], Awaitable[obje
             await fleet.release(reservation)
             await fleet.released(reservation)
         assert queued.state == "queued"
-        return lambda: fleet.run(place_batch, fleet.tools, fleet.pool_id, limit=10)
+        return lambda: fleet.run(place_batch, fleet.tools, fleet.pool_id, ids=[queued.reservation_id])
     node_id = fleet.nodes[0].node_id
     if what == "take the last release":
         await fleet.release(first)
