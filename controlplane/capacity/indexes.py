@@ -6,8 +6,9 @@ them), and those alone are read again. Before anybody is told no, the index is b
 moment.
 
 A plan counts as booked in the index from the moment it is made, before its transaction has written
-anything, so that requests that are placed at once do not choose the same GPUs. If the transaction
-does not commit, or nobody knows, the plan's nodes are read again (`Tx.on_rollback`).
+anything, so that requests that are placed at once do not choose the same GPUs; nor the same node, if
+another is as good, because the second would wait for the first one's commit. If the transaction does
+not commit, or nobody knows, the plan's nodes are read again (`Tx.on_end`).
 
 Nothing here guards anything. An index that is old, wrong or lost costs a new plan in a new
 transaction: the constraints decide.
@@ -61,6 +62,8 @@ class _Pool:
     stale: set[int] = field(default_factory=set[int])
     # nodes whose specs cannot take another allocation, until they change
     shut: set[int] = field(default_factory=set[int])
+    # plans of transactions that have not ended, by the transaction
+    open: dict[int, list[Plan]] = field(default_factory=dict[int, "list[Plan]"])
     # in a pass: plans of those ahead who cannot start yet, and shapes of requests for which no start is known
     kept: list[Plan] = field(default_factory=list["Plan"])
     endless: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
@@ -92,13 +95,29 @@ class PoolIndexes:
         pool = self._pool(pool_id)
         with pool.lock:
             fresh = self._catch_up(tx, pool_id, pool, now)
-            made = _index(pool).plan(request, now, horizon, without={*pool.shut, *without})
+            shut = {*pool.shut, *without}
+            busy = {part.node_id for plans in pool.open.values() for plan in plans for part in plan.parts}
+            made = _index(pool).plan(request, now, horizon, without=shut, busy=busy)
             if isinstance(made, NoPlan) and not fresh and self._read_changes(tx, pool_id, pool, now):
-                made = _index(pool).plan(request, now, horizon, without={*pool.shut, *without})
+                made = _index(pool).plan(request, now, horizon, without=shut, busy=busy)
             if not isinstance(made, NoPlan):
                 _index(pool).book(made)
-                tx.on_rollback(partial(self.doubt, pool_id, [part.node_id for part in made.parts]))
+                self._open(tx, pool).append(made)
             return made
+
+    def _open(self, tx: Tx, pool: _Pool) -> list[Plan]:
+        """The plans of this transaction: they count as booked until it ends, whatever is read meanwhile."""
+        plans = pool.open.get(id(tx))
+        if plans is None:
+            plans = pool.open[id(tx)] = []
+            tx.on_end(partial(self._close, pool, id(tx)))
+        return plans
+
+    def _close(self, pool: _Pool, key: int, committed: bool) -> None:  # noqa: FBT001 - as `Tx.on_end` calls it
+        with pool.lock:
+            plans = pool.open.pop(key)
+            if not committed:
+                pool.stale |= {part.node_id for plan in plans for part in plan.parts}
 
     def plan_all(
         self,
@@ -107,7 +126,7 @@ class PoolIndexes:
         requests: Iterable[PlacementRequest],
         now: datetime,
         *,
-        horizon: datetime | None = None,
+        horizon: datetime | None,
     ) -> list[Plan | NoPlan]:
         """Plan requests in their order on the pool as it is at this moment, each around those before it.
 
@@ -120,8 +139,7 @@ class PoolIndexes:
         with pool.lock:
             index = self._up_to_now(tx, pool_id, pool, now)
             made: list[Plan | NoPlan] = []
-            touched: set[int] = set()
-            tx.on_rollback(partial(self.doubt, pool_id, touched))
+            ours = self._open(tx, pool)
             for request in requests:
                 if len(pool.kept) == PLACES_KEPT_MAX:
                     made.append(_BEHIND)
@@ -131,7 +149,7 @@ class PoolIndexes:
                     plan = plan if horizon is None else _keep_place(pool, request, plan, now, horizon)
                 else:
                     index.book(plan)
-                    touched |= {part.node_id for part in plan.parts}
+                    ours.append(plan)
                 made.append(plan)
             return made
 
@@ -208,11 +226,16 @@ class PoolIndexes:
     def _load(self, tx: Tx, pool_id: int, pool: _Pool, now: datetime) -> None:
         # the position first: what commits between the two is read twice, and nothing is missed
         pool.position = load_changes(tx, pool_id, None).position
-        pool.index = PoolIndex(load_node_views(tx, pool_id))
+        self._load_nodes(tx, pool_id, pool)
         pool.known.clear()
         pool.stale.clear()
         pool.looked_at = now
-        tx.on_rollback(partial(self._drop, pool))
+
+    def _load_nodes(self, tx: Tx, pool_id: int, pool: _Pool) -> None:
+        pool.index = PoolIndex(load_node_views(tx, pool_id))
+        for plan in (*pool.kept, *(plan for plans in pool.open.values() for plan in plans)):
+            pool.index.book(plan)
+        tx.on_end(partial(self._drop_unless, pool))
 
     def _read_changes(self, tx: Tx, pool_id: int, pool: _Pool, now: datetime) -> bool:
         """Read what has changed since the last look; says whether anything has."""
@@ -229,23 +252,28 @@ class PoolIndexes:
 
     def _read_nodes(self, tx: Tx, pool_id: int, pool: _Pool) -> None:
         if len(pool.stale) > RELOAD_NODES:
-            pool.index = PoolIndex(load_node_views(tx, pool_id))
-            tx.on_rollback(partial(self._drop, pool))
+            self._load_nodes(tx, pool_id, pool)
         else:
             views = load_node_views(tx, pool_id, sorted(pool.stale))
             for node_id in pool.stale - {view.node_id for view in views}:
                 _index(pool).remove(node_id)
             for view in views:
                 _index(pool).put(view)
-            for plan in pool.kept:
+            for plan in (*pool.kept, *(plan for plans in pool.open.values() for plan in plans)):
                 _index(pool).book(plan, only=pool.stale)
             # a transaction sees what it wrote itself, and may take it back
-            tx.on_rollback(partial(self.doubt, pool_id, frozenset(pool.stale)))
+            tx.on_end(partial(self._doubt_unless, pool, frozenset(pool.stale)))
         pool.stale.clear()
 
-    def _drop(self, pool: _Pool) -> None:
-        with pool.lock:
-            pool.index = None
+    def _doubt_unless(self, pool: _Pool, node_ids: Collection[int], committed: bool) -> None:  # noqa: FBT001 - as above
+        if not committed:
+            with pool.lock:
+                pool.stale |= set(node_ids)
+
+    def _drop_unless(self, pool: _Pool, committed: bool) -> None:  # noqa: FBT001 - as above
+        if not committed:
+            with pool.lock:
+                pool.index = None
 
 
 _BEHIND: Final = NoPlan(

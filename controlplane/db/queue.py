@@ -85,16 +85,21 @@ class Depth:
 def enqueue(tx: Tx, queue: Queue, keys: Iterable[str]) -> None:
     """Have each key run after this transaction, at once even if it was backing off or waiting for a later time.
 
-    To be called late in the transaction: it locks the keys' rows, and a run that ends must wait for them.
+    Written with the commit: it locks the keys' rows, for which everybody waits who enqueues the same.
     Workers are woken by the channel "bc_work", with the queue as payload.
     """
+    tx.late(_enqueue, ((queue, key) for key in keys))
+
+
+def _enqueue(tx: Tx, keys: Sequence[tuple[Queue, str]]) -> None:
     unique = sorted(set(keys))
     if unique:
         tx.execute(
             "select enqueue_work(%s::text[], %s::text[], %s::int2[])",
-            ([queue] * len(unique), unique, [shard_of(key) for key in unique]),
+            ([queue for queue, _ in unique], [key for _, key in unique], [shard_of(key) for _, key in unique]),
         )
-        tx.wake("bc_work", queue)
+        for queue, _ in unique:
+            tx.wake("bc_work", queue)
 
 
 def schedule(tx: Tx, queue: Queue, key: str, due: datetime) -> None:

@@ -197,18 +197,32 @@ class Tx:
         self._check = check
         self._savepoints = 0
         self.wakes: dict[tuple[str, str], None] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._late: dict[Callable[[Tx, list[Any]], None], list[Any]] = {}
+        self._on_end: list[Callable[[bool], None]] = []
 
-    def on_rollback(self, undo: Callable[[], None]) -> None:
-        """Have this called, in the transaction's thread, unless it is known to have been committed.
+    def late(self, write: Callable[[Tx, list[T]], None], items: Iterable[T]) -> None:
+        """Have `write` called once before the commit, with the items of all such calls.
 
-        For memory that went ahead of the database. It must not raise, and may be called for nothing.
+        For rows that many transactions write: they are locked for the commit alone. What was given inside
+        a savepoint is written even if that is undone.
         """
-        self._undo.append(undo)
+        self._late.setdefault(write, []).extend(items)
 
-    def undo(self) -> None:
-        for undo in self._undo:
-            undo()
+    def write_late(self) -> None:
+        while self._late:
+            write = next(iter(self._late))
+            write(self, self._late.pop(write))
+
+    def on_end(self, told: Callable[[bool], None]) -> None:
+        """Have this called, in the transaction's thread, with whether it is known to have been committed.
+
+        For memory that went ahead of the database. It must not raise.
+        """
+        self._on_end.append(told)
+
+    def end(self, *, committed: bool) -> None:
+        for told in self._on_end:
+            told(committed)
 
     def wake(self, channel: str, payload: str = "") -> None:
         """Have whoever waits on the channel woken once this is committed; the functions that write do it."""
@@ -316,18 +330,20 @@ def run_transaction(
         try:
             _begin(conn)
             result = fn(tx)
+            tx.write_late()
             on_written(tx.wakes)
             _commit(conn)
         except Contention:
             _roll_back(conn)
-            tx.undo()
+            tx.end(committed=False)
             if attempt == ATTEMPTS_MAX:
                 raise
         except BaseException:
             _roll_back(conn)
-            tx.undo()
+            tx.end(committed=False)
             raise
         else:
+            tx.end(committed=True)
             return result
         time.sleep(rng.uniform(0.0, RETRY_PAUSE_MAX_S * 2**attempt))
         attempt += 1

@@ -99,9 +99,15 @@ class PoolIndex:
         horizon: datetime | None,
         *,
         without: Collection[int] = _NOBODY,
+        busy: Collection[int] = _NOBODY,
     ) -> Plan | NoPlan:
-        """As `planner.plan_placement`, on none of the nodes in `without`."""
-        return self._ranking(request.selector).plan(request, now, horizon, without=without)
+        """As `planner.plan_placement`, on none of the nodes in `without`.
+
+        Args:
+            busy: nodes that somebody is placing on at this moment: whoever comes second waits for the first one's
+                commit, so another node that is as good is taken.
+        """
+        return self._ranking(request.selector).plan(request, now, horizon, without=without, busy=busy)
 
     def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
         """The plan for the earliest known start after now, as things are; None if there is none."""

@@ -30,23 +30,25 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from controlplane.model.earliest import find_earliest
 from controlplane.model.fit import fit_node, request_window, spread_rank
 from controlplane.model.instants import to_end, to_instant
-from controlplane.model.nodeview import Booked, NodeView, ScalarBooked
 from controlplane.model.nvlink import choose_slots, largest_set
 from controlplane.model.planner import Plan, plan_nothing, plan_parts
 from controlplane.model.refusals import why_impossible
-from controlplane.model.shares import UnitsBooked, units_in
-from controlplane.model.units import touched_slots
+from controlplane.model.taken import with_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
     from datetime import datetime
 
     from controlplane.model.fit import Asked, Fit
-    from controlplane.model.planner import NoPlan, PlanPart
+    from controlplane.model.nodeview import NodeView
+    from controlplane.model.planner import NoPlan
     from controlplane.model.refusals import Impossible
     from controlplane.model.requests import PlacementRequest
-    from controlplane.model.shares import SharedGpus
 
+# Nodes that are looked at for one that nobody is placing on at this moment, and equal nodes of which one may be broken
+# up for that, although there is one that is broken up already.
+BUSY_TRIES_MAX: Final = 64
+PLENTY: Final = 64
 # Nodes of one kind that are checked before the next kind's turn: only vCPUs, memory and excluded nodes make one fail.
 TRIES_PER_KIND: Final = 32
 # Busy nodes that a later request looks at, and of those that fit, how many are compared. Some 0.2 ms.
@@ -66,6 +68,8 @@ REFUSAL_LIFE: Final = 5_000_000
 
 _DAY: Final = 86_400_000_000
 
+# Parts of a rank that say how good the GPUs are, before best fit: sets touched, complete sets broken.
+_QUALITY: Final = slice(0, 2)
 _NOBODY: Final[frozenset[int]] = frozenset()
 _EVER_AFTER: Final = -1
 _NO_PARTS: Final[dict[str, int]] = {}
@@ -158,7 +162,7 @@ class NodeRanking:
         for part in plan.parts:
             node = self._nodes.get(part.node_id)
             if node is not None and (only is None or part.node_id in only):
-                self._put(_with_part(node, part, start, end, held=plan.starts_now))
+                self._put(with_part(node, part, start, end, held=plan.starts_now))
 
     def _put(self, node: NodeView) -> None:
         self._unfile(node.node_id)
@@ -168,7 +172,7 @@ class NodeRanking:
 
     def _file(self, node: NodeView) -> None:
         node_id, free = node.node_id, node.healthy & ~node.held
-        kind = _Kind(free, node.groups, free == node.present)
+        kind = _kind_of(node)
         filed = _Filed(
             kind=kind,
             next_booking=node.next_booking(free),
@@ -213,19 +217,34 @@ class NodeRanking:
         horizon: datetime | None,
         *,
         without: Collection[int] = _NOBODY,
+        busy: Collection[int] = _NOBODY,
     ) -> Plan | NoPlan:
-        """As `planner.plan_placement`, on none of the nodes in `without`."""
+        """As `planner.plan_placement`, on none of the nodes in `without`, and rather not on those that are `busy`."""
         asked = request_window(request, now)
         if self._refused and not without and (refused := self._recall(request, asked, horizon)) is not None:
             return refused
-        best = list(islice(self._candidates(request, asked, without), request.nodes))
+        candidates = self._candidates(request, asked, without)
+        best = list(islice(candidates, request.nodes))
         if len(best) == request.nodes:
+            if busy and request.nodes == 1 and best[0].node.node_id in busy:
+                best = [self._away_from(busy, best[0], islice(candidates, BUSY_TRIES_MAX))]
             return plan_parts(request, best, asked)
         nodes = [node for node in self.nodes() if node.node_id not in without]
         refused = plan_nothing(request, nodes, now, horizon)
         if not without:
             _remember(self._refused, _refusal_key(request, asked, horizon), (asked.start, refused))
         return refused
+
+    def _away_from(self, busy: Collection[int], best: Fit, others: Iterable[Fit]) -> Fit:
+        """A node that is not busy, and as good but for best fit, or one of so many that it is no loss."""
+        for fit in others:
+            if fit.rank[:1] != best.rank[:1]:
+                break
+            if fit.node.node_id not in busy and (
+                fit.rank[_QUALITY] == best.rank[_QUALITY] or len(self._now[_kind_of(fit.node)]) >= PLENTY
+            ):
+                return fit
+        return best
 
     def _recall(self, request: PlacementRequest, asked: Asked, horizon: datetime | None) -> NoPlan | None:
         since, refused = self._refused.get(_refusal_key(request, asked, horizon), (0, None))
@@ -392,42 +411,6 @@ def _inventory(node: NodeView) -> tuple[object, ...]:
     return node.present, node.groups, node.vcpus, node.memory_mib, shared
 
 
-def _with_part(node: NodeView, part: PlanPart, start: int, end: int, *, held: bool) -> NodeView:
-    slots = touched_slots(part.spans)
-    booked, scalars = node.booked, node.scalars_booked
-    if slots:
-        booked = (*booked, Booked(slots, start, end))
-    if part.vcpus or part.memory_mib:
-        scalars = (*scalars, ScalarBooked(part.vcpus, part.memory_mib, start, end))
-    # not `replace`, which takes three times as long: this runs once for each part that is placed
-    return NodeView(
-        node.node_id,
-        node.placement_gen,
-        node.placeable,
-        node.why_not,
-        node.present,
-        node.healthy,
-        node.groups,
-        booked,
-        node.held | slots if held else node.held,
-        node.vcpus,
-        node.memory_mib,
-        scalars,
-        node.vcpus_held + part.vcpus if held else node.vcpus_held,
-        node.memory_mib_held + part.memory_mib if held else node.memory_mib_held,
-        node.labels,
-        None if node.shared is None else _with_units(node.shared, part, start, end, held=held),
-    )
-
-
-def _with_units(shared: SharedGpus, part: PlanPart, start: int, end: int, *, held: bool) -> SharedGpus:
-    units = units_in(part.spans, shared)
-    if not units:
-        return shared
-    booked = (*shared.booked, UnitsBooked(units, start, end))
-    return replace(shared, booked=booked, held=shared.held | units if held else shared.held)
-
-
 def _free_parts(node: NodeView) -> dict[str, int]:
     """Of each class of the node's parts: how many are not held."""
     if node.shared is None:
@@ -436,6 +419,11 @@ def _free_parts(node: NodeView) -> dict[str, int]:
     for part in node.shared.parts:
         free[part.device_class] = free.get(part.device_class, 0) + (not part.units & node.shared.held)
     return free
+
+
+def _kind_of(node: NodeView) -> _Kind:
+    free = node.healthy & ~node.held
+    return _Kind(free, node.groups, free == node.present)
 
 
 def _idle_kind(node: NodeView) -> _Kind:

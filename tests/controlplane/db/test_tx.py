@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -405,3 +405,36 @@ async def test_a_constraint_that_fails_in_commit_is_a_known_outcome(scratch: str
             await database.run_tx(lambda tx: tx.executemany(INSERT, [(1, 1, "[0,1)"), (2, 1, "[1,2)")]))
         assert caught.value.constraint == "late"
         assert await database.run_tx(entries) == []
+
+
+async def test_what_is_written_late_is_written_once_with_the_commit(scratch: str) -> None:
+    written: list[list[int]] = []
+
+    def write(tx: Tx, items: list[int]) -> None:
+        tx.execute("select 1")
+        written.append(items)
+
+    def change(tx: Tx) -> None:
+        tx.late(write, [1])
+        tx.late(write, [2, 3])
+        assert written == []
+
+    async with open_database(DatabaseConfig(scratch)) as database:
+        await database.run_tx(change)
+    assert written == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_memory_is_told_how_a_transaction_ended(scratch: str, *, fails: bool) -> None:
+    told: list[bool] = []
+
+    def change(tx: Tx) -> None:
+        tx.on_end(told.append)
+        assert told == []
+        if fails:
+            raise LookupError
+
+    async with open_database(DatabaseConfig(scratch)) as database:
+        with pytest.raises(LookupError) if fails else nullcontext():
+            await database.run_tx(change)
+    assert told == [not fails]

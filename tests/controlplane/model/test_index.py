@@ -11,6 +11,7 @@ import pytest
 from controlplane.model import index as index_module
 from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan, Placer, Plan, ScanPlacer, plan_placement
+from controlplane.model.ranking import PLENTY
 from controlplane.model.refusals import PendingReason
 from tests.support.counting import count_calls
 from tests.support.fleets import HORIZON, NOW, PAIRS, SWITCH, book, make_node, make_request, scalars, shut, use
@@ -174,3 +175,24 @@ def test_no_more_selectors_are_kept_than_there_is_room_for(monkeypatch: pytest.M
     for terms in (["zone=a"], ["zone=b"], ["zone!=c", "rack!=r1"], ["zone=a"]):
         assert isinstance(index.plan(make_request(8, selector=terms), NOW, None), Plan)
         assert sum(size for size in index.selectors.values() if size < 100) <= 100
+
+
+def busy_index(empty: int, *broken: int) -> PoolIndex:
+    return PoolIndex([*(make_node(i) for i in range(100, 100 + empty)), *(use(make_node(i), 0) for i in broken)])
+
+
+@pytest.mark.parametrize(
+    ("index", "chosen"),
+    [
+        (busy_index(3, 1), 1),  # waiting is better than breaking up one of three
+        (busy_index(3, 1, 2), 2),  # as good
+        (busy_index(PLENTY, 1), 100),
+    ],
+)
+def test_a_node_that_somebody_places_on_is_left_alone_if_that_costs_nothing(index: PoolIndex, chosen: int) -> None:
+    made = index.plan(make_request(1), NOW, None, busy={1})
+    assert isinstance(made, Plan)
+    assert made.parts[0].node_id == chosen
+    free = index.plan(make_request(1), NOW, None)
+    assert isinstance(free, Plan)
+    assert free.parts[0].node_id == 1

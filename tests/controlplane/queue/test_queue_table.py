@@ -147,6 +147,7 @@ def test_a_run_that_ends_waits_for_nobody_and_loses_no_change(connect: Callable[
 
     def change(tx: Tx) -> None:
         queue.enqueue(tx, "node", ["1"])
+        tx.write_late()
         assert settle(worker, claims, "w", "done") == settled(gone="2", busy="1")
 
     writer.run(change)

@@ -1,0 +1,167 @@
+"""The indexes of a process: kept up with the ledger, ahead of it by what is being placed, never in its stead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from controlplane.capacity.indexes import FORGET_AFTER, PoolIndexes
+from controlplane.db.placements import load_changes
+from controlplane.db.time import load_now
+from controlplane.db.views import load_node_views
+from controlplane.model.planner import NoPlan, Plan
+from tests.support.fleets import make_request
+from tests.support.ledgers import LedgerFleet, open_fleet
+
+if TYPE_CHECKING:
+    from controlplane.db.tx import Tx
+    from controlplane.model.nodeview import NodeView
+    from tests.support.postgres import Dsn
+
+
+class Undone(Exception):
+    pass
+
+
+async def same_as_rows(fleet: LedgerFleet, indexes: PoolIndexes) -> None:
+    """The index has what a fresh read has, whatever the order of bookings."""
+
+    def compare(tx: Tx) -> None:
+        fresh = {view.node_id: _sorted(view) for view in load_node_views(tx, fleet.pool_id)}
+        known = {view.node_id: _sorted(view) for view in indexes.nodes(tx, fleet.pool_id, load_now(tx))}
+        assert known == fresh
+
+    await fleet.run(compare)
+
+
+def _sorted(view: NodeView) -> NodeView:
+    return replace(
+        view, booked=tuple(sorted(view.booked)), scalars_booked=tuple(sorted(view.scalars_booked)), placement_gen=0
+    )
+
+
+CHANGES = {
+    "a cordon": "update node set cordoned = true where node_id = 1",
+    "a device that fails": "update device set health = 'unhealthy' where node_id = 1 and slot = 3",
+    "a device that is gone": "update device set retired_at = compute_now() where node_id = 1 and slot = 3",
+    "less memory": "update node_capacity set memory_mib_total = 5 where node_id = 1",
+    "another pool": "update node set pool_id = 2 where node_id = 1",
+    "a booking": """
+        insert into booking (pool_id, node_id, purpose, spans, during)
+        values (1, 1, 'maintenance', '{[0,)}', '[2031-01-01,2031-01-02)')
+    """,
+    "a booking that moves": "update booking set during = '[2030-01-01,2030-06-01)' where reservation_id = 1",
+    "a booking that ends": "delete from booking where reservation_id = 1",
+    "the end of a node": "update node set provision_state = 'decommissioned' where node_id = 1",
+}
+
+
+@pytest.mark.parametrize("sql", CHANGES.values(), ids=CHANGES)
+async def test_what_anybody_changes_is_seen(dsn: Dsn, sql: str) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        fleet.execute(
+            """
+            insert into pool (public_id, site_id, slug, name, kind, gpu_model)
+            values ('pool_other', 1, 'other', 'Other', 'gpu', 'H100')
+            """
+        )
+        await fleet.reserve(4)
+        indexes = PoolIndexes()
+        await same_as_rows(fleet, indexes)
+        fleet.execute(sql)
+        await same_as_rows(fleet, indexes)
+
+
+async def test_a_whole_life_is_followed(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        indexes = PoolIndexes()
+        await same_as_rows(fleet, indexes)
+        now, later = await fleet.reserve(3, vcpus=5), await fleet.reserve(8, start_s=7200)
+        await same_as_rows(fleet, indexes)
+        await fleet.bound(now)
+        await same_as_rows(fleet, indexes)
+        await fleet.release(now)
+        await same_as_rows(fleet, indexes)
+        await fleet.released(now)
+        fleet.advance(7200)
+        await fleet.step(later)
+        await same_as_rows(fleet, indexes)
+
+
+async def test_a_node_that_joins_and_an_index_that_slept(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        indexes = PoolIndexes()
+        await same_as_rows(fleet, indexes)
+        fleet.add_node()
+        await same_as_rows(fleet, indexes)
+        fleet.advance(FORGET_AFTER.total_seconds() + 1)
+        fleet.execute("delete from placement_change")
+        fleet.add_node()
+        fleet.execute("delete from placement_change")
+        await same_as_rows(fleet, indexes)
+
+
+async def test_what_a_transaction_is_placing_is_not_given_to_another(dsn: Dsn) -> None:
+    """Also when its nodes are read again meanwhile, as they stand without it."""
+    async with open_fleet(dsn, nodes=1) as fleet:
+        indexes = fleet.tools.indexes
+
+        def plan(tx: Tx) -> Plan | NoPlan:
+            return indexes.plan(tx, fleet.pool_id, make_request(4), load_now(tx))
+
+        def both(tx: Tx) -> None:
+            first = plan(tx)
+            indexes.doubt(fleet.pool_id, [1])
+            second, third = plan(tx), plan(tx)
+            assert isinstance(first, Plan)
+            assert isinstance(second, Plan)
+            assert not set(first.parts[0].slots) & set(second.parts[0].slots)
+            assert isinstance(third, NoPlan)
+            raise Undone
+
+        with pytest.raises(Undone):
+            await fleet.run(both)
+        # nothing was committed
+        await same_as_rows(fleet, indexes)
+
+
+async def test_a_transaction_that_may_still_change_a_node_is_looked_at_again(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        indexes = PoolIndexes()
+
+        def change_twice(tx: Tx) -> None:
+            indexes.nodes(tx, fleet.pool_id, load_now(tx))
+            tx.execute("update node set cordoned = true")
+            indexes.nodes(tx, fleet.pool_id, load_now(tx))
+            tx.execute("update node set cordoned = false")
+
+        fleet.execute("grant update on node to bc_worker")
+        await fleet.run(change_twice)
+        await same_as_rows(fleet, indexes)
+
+
+async def test_changes_are_kept_by_transaction(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        begin = (await fleet.run(load_changes, fleet.pool_id, None)).position
+        await fleet.reserve(1)
+        changes = await fleet.run(load_changes, fleet.pool_id, begin)
+        assert {node_id for _, node_id in changes.nodes} == {1}
+        assert (await fleet.run(load_changes, fleet.pool_id, changes.position)).nodes == frozenset()
+
+
+async def test_a_pool_that_is_far_behind_is_caught_up_at_its_next_placement(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        indexes = PoolIndexes()
+        await same_as_rows(fleet, indexes)
+        await fleet.reserve(8)
+        fleet.advance(timedelta(seconds=1).total_seconds())
+
+        def plan(tx: Tx) -> Plan | NoPlan:
+            return indexes.plan(tx, fleet.pool_id, make_request(8), load_now(tx))
+
+        made = await fleet.run(plan)
+        assert isinstance(made, Plan)
+        assert made.parts[0].node_id == 2
