@@ -283,6 +283,20 @@ begin
   return null;
 end $$;
 
+-- function quota_hours_refuse_growth()
+
+CREATE FUNCTION public.quota_hours_refuse_growth() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  if new.gpu_us > (select q.gpu_hours_max * 3600000000::int8 from quota q where q.quota_id = new.quota_id) then
+    raise check_violation using
+      message = format('quota %s would be charged beyond its GPU-hours', new.quota_id),
+      constraint = 'quota_hours_max';
+  end if;
+  return new;
+end $$;
+
 -- function quota_refuse_growth()
 
 CREATE FUNCTION public.quota_refuse_growth() RETURNS trigger
@@ -312,6 +326,13 @@ begin
     raise check_violation using
       message = format('reservation %s cannot go from %s to %s', old.public_id, old.state, new.state),
       constraint = 'reservation_transition';
+  end if;
+  if new.state = 'queued' then
+    new.borrows := 0;
+    new.charged_from := null;
+  elsif old.state in ('draft', 'queued') then
+    new.charged_from := lower(new.during);
+    new.preempting := false;
   end if;
   return new;
 end $$;
@@ -1066,6 +1087,7 @@ CREATE TABLE public.pool (
     deleted_at timestamp with time zone,
     max_duration_s bigint,
     max_horizon_s bigint,
+    preemption boolean DEFAULT false NOT NULL,
     CONSTRAINT pool_check CHECK (((kind = 'gpu'::text) = (gpu_model IS NOT NULL))),
     CONSTRAINT pool_kind_check CHECK ((kind = ANY (ARRAY['gpu'::text, 'cpu'::text]))),
     CONSTRAINT pool_max_duration_s_check CHECK ((max_duration_s > 0)),
@@ -1123,14 +1145,37 @@ CREATE TABLE public.quota (
     memory_mib_used bigint DEFAULT 0 NOT NULL,
     version bigint DEFAULT 1 NOT NULL,
     created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
+    gpu_model text,
+    gpus_borrow_max integer DEFAULT 0,
+    claims integer DEFAULT 0 NOT NULL,
+    gpu_hours_max integer,
+    hours_period text DEFAULT 'month'::text NOT NULL,
+    hours_from timestamp with time zone,
+    CONSTRAINT quota_claims_check CHECK ((claims >= 0)),
+    CONSTRAINT quota_gpu_hours_max_check CHECK ((gpu_hours_max >= 0)),
+    CONSTRAINT quota_gpus_borrow_max_check CHECK ((gpus_borrow_max >= 0)),
     CONSTRAINT quota_gpus_max_check CHECK ((gpus_max >= 0)),
     CONSTRAINT quota_gpus_used_check CHECK ((gpus_used >= 0)),
+    CONSTRAINT quota_hours_from_check CHECK (((gpu_hours_max IS NULL) OR (hours_from IS NOT NULL))),
+    CONSTRAINT quota_hours_period_check CHECK ((hours_period = ANY (ARRAY['day'::text, 'week'::text, 'month'::text]))),
     CONSTRAINT quota_memory_mib_max_check CHECK ((memory_mib_max >= 0)),
     CONSTRAINT quota_memory_mib_used_check CHECK ((memory_mib_used >= 0)),
+    CONSTRAINT quota_one_class CHECK (((pool_id IS NULL) OR (gpu_model IS NULL))),
     CONSTRAINT quota_vcpus_max_check CHECK ((vcpus_max >= 0)),
     CONSTRAINT quota_vcpus_used_check CHECK ((vcpus_used >= 0))
 )
 WITH (fillfactor='50');
+
+-- table quota_hours
+
+CREATE TABLE public.quota_hours (
+    quota_id integer NOT NULL,
+    starts_at timestamp with time zone NOT NULL,
+    gpu_us bigint NOT NULL,
+    forced integer DEFAULT 0 NOT NULL,
+    CONSTRAINT quota_hours_gpu_us_check CHECK ((gpu_us >= 0))
+)
+WITH (fillfactor='70');
 
 -- sequence quota_quota_id_seq
 
@@ -1182,7 +1227,12 @@ CREATE TABLE public.reservation (
     priority smallint DEFAULT 0 NOT NULL,
     estimated_start timestamp with time zone,
     parts text[] DEFAULT '{}'::text[] NOT NULL,
+    borrows integer DEFAULT 0 NOT NULL,
+    preempting boolean DEFAULT false NOT NULL,
+    preempted_for bigint,
+    charged_from timestamp with time zone,
     CONSTRAINT reservation_asks_something CHECK (((gpus_per_node > 0) OR (vcpus_per_node > 0) OR (memory_mib_per_node > 0) OR whole_node OR (cardinality(parts) > 0))),
+    CONSTRAINT reservation_borrows_check CHECK ((borrows >= 0)),
     CONSTRAINT reservation_check1 CHECK (((state <> ALL (ARRAY['placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text])) OR (during IS NOT NULL))),
     CONSTRAINT reservation_check2 CHECK (((state <> ALL (ARRAY['releasing'::text, 'released'::text])) OR (end_cause IS NOT NULL))),
     CONSTRAINT reservation_check3 CHECK (((state <> 'active'::text) OR (active_at IS NOT NULL))),
@@ -1194,6 +1244,7 @@ CREATE TABLE public.reservation (
     CONSTRAINT reservation_memory_mib_per_node_check CHECK ((memory_mib_per_node >= 0)),
     CONSTRAINT reservation_nodes_check CHECK (((nodes >= 1) AND (nodes <= 1024))),
     CONSTRAINT reservation_parts_check CHECK ((cardinality(parts) <= 8)),
+    CONSTRAINT reservation_preempting_check CHECK (((NOT preempting) OR (state = 'queued'::text))),
     CONSTRAINT reservation_priority_check CHECK (((priority >= '-100'::integer) AND (priority <= 100))),
     CONSTRAINT reservation_selector_check CHECK ((cardinality(selector) <= 8)),
     CONSTRAINT reservation_state_check CHECK ((state = ANY (ARRAY['draft'::text, 'queued'::text, 'placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text, 'rejected'::text, 'cancelled'::text, 'failed'::text, 'expired'::text]))),
@@ -1643,6 +1694,11 @@ ALTER TABLE ONLY public.project
 ALTER TABLE ONLY public.project
     ADD CONSTRAINT project_tenant_id_slug_key UNIQUE (tenant_id, slug);
 
+-- constraint quota_hours quota_hours_pkey
+
+ALTER TABLE ONLY public.quota_hours
+    ADD CONSTRAINT quota_hours_pkey PRIMARY KEY (quota_id, starts_at);
+
 -- constraint quota quota_pkey
 
 ALTER TABLE ONLY public.quota
@@ -1653,10 +1709,10 @@ ALTER TABLE ONLY public.quota
 ALTER TABLE ONLY public.quota
     ADD CONSTRAINT quota_public_id_key UNIQUE (public_id);
 
--- constraint quota quota_tenant_id_project_id_pool_id_key
+-- constraint quota quota_scope
 
 ALTER TABLE ONLY public.quota
-    ADD CONSTRAINT quota_tenant_id_project_id_pool_id_key UNIQUE NULLS NOT DISTINCT (tenant_id, project_id, pool_id);
+    ADD CONSTRAINT quota_scope UNIQUE NULLS NOT DISTINCT (tenant_id, project_id, pool_id, gpu_model);
 
 -- constraint reservation reservation_pkey
 
@@ -1853,9 +1909,17 @@ CREATE INDEX placement_change_reader ON public.placement_change USING btree (poo
 
 CREATE INDEX pool_site ON public.pool USING btree (site_id);
 
+-- index reservation_borrower
+
+CREATE INDEX reservation_borrower ON public.reservation USING btree (pool_id, reservation_id) WHERE ((borrows > 0) AND (ended_at IS NULL));
+
 -- index reservation_pool
 
 CREATE INDEX reservation_pool ON public.reservation USING btree (pool_id, reservation_id) WHERE (ended_at IS NULL);
+
+-- index reservation_preempted
+
+CREATE INDEX reservation_preempted ON public.reservation USING btree (preempted_for) WHERE ((preempted_for IS NOT NULL) AND (ended_at IS NULL));
 
 -- index reservation_queued
 
@@ -1977,9 +2041,17 @@ CREATE TRIGGER node_placement_gen_labels BEFORE UPDATE ON public.node FOR EACH R
 
 CREATE TRIGGER node_spec_forward_only BEFORE UPDATE ON public.node_spec FOR EACH ROW EXECUTE FUNCTION public.node_spec_forward_only();
 
+-- trigger quota_hours quota_hours_max
+
+CREATE TRIGGER quota_hours_max BEFORE UPDATE ON public.quota_hours FOR EACH ROW WHEN (((new.gpu_us > old.gpu_us) AND (new.forced = old.forced))) EXECUTE FUNCTION public.quota_hours_refuse_growth();
+
+-- trigger quota_hours quota_hours_max_new
+
+CREATE TRIGGER quota_hours_max_new BEFORE INSERT ON public.quota_hours FOR EACH ROW WHEN ((new.forced = 0)) EXECUTE FUNCTION public.quota_hours_refuse_growth();
+
 -- trigger quota quota_used_max
 
-CREATE TRIGGER quota_used_max BEFORE UPDATE ON public.quota FOR EACH ROW WHEN ((((new.gpus_used > old.gpus_used) AND (new.gpus_used > new.gpus_max)) OR ((new.vcpus_used > old.vcpus_used) AND (new.vcpus_used > new.vcpus_max)) OR ((new.memory_mib_used > old.memory_mib_used) AND (new.memory_mib_used > new.memory_mib_max)))) EXECUTE FUNCTION public.quota_refuse_growth();
+CREATE TRIGGER quota_used_max BEFORE UPDATE ON public.quota FOR EACH ROW WHEN ((((new.gpus_used > old.gpus_used) AND (new.gpus_used > (new.gpus_max + new.gpus_borrow_max))) OR ((new.vcpus_used > old.vcpus_used) AND (new.vcpus_used > new.vcpus_max)) OR ((new.memory_mib_used > old.memory_mib_used) AND (new.memory_mib_used > new.memory_mib_max)))) EXECUTE FUNCTION public.quota_refuse_growth();
 
 -- trigger reservation reservation_transition
 
@@ -2124,6 +2196,11 @@ ALTER TABLE ONLY public.offering
 
 ALTER TABLE ONLY public.pool
     ADD CONSTRAINT pool_site_id_fkey FOREIGN KEY (site_id) REFERENCES public.site(site_id);
+
+-- fk constraint quota_hours quota_hours_quota_id_fkey
+
+ALTER TABLE ONLY public.quota_hours
+    ADD CONSTRAINT quota_hours_quota_id_fkey FOREIGN KEY (quota_id) REFERENCES public.quota(quota_id) ON DELETE CASCADE;
 
 -- fk constraint quota quota_pool_id_fkey
 
@@ -2402,6 +2479,11 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.project TO bc_worker;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.quota TO bc_api;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.quota TO bc_worker;
+
+-- acl TABLE quota_hours
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.quota_hours TO bc_api;
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.quota_hours TO bc_worker;
 
 -- acl TABLE reservation
 

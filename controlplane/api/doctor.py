@@ -82,6 +82,8 @@ _RULES = (
     _Rule("capacity.free.drift", checks.find_free_drift, "counts of free GPUs equal what no hold touches", _REPORT),
     _Rule("capacity.held.drift", checks.find_held_drift, "held counters equal the holds", _REPORT),
     _Rule("quota.used.drift", checks.find_quota_drift, "quotas equal their reservations", _REPORT),
+    _Rule("quota.hours.drift", checks.find_quota_hours_drift, "GPU-hours equal what reservations use", _REPORT),
+    _Rule("quota.claims.drift", checks.find_quota_claims_drift, "quotas count the owners that wait", _REPORT),
     _Rule(
         "leases.gateways",
         partial(checks.find_lapsed_gateways, grace_s=GATEWAY_GRACE_S),

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import announce
-from controlplane.capacity.quota import give_back_quota
+from controlplane.capacity.quota import drop_claim, give_back_quota, settle_quota
 from controlplane.capacity.specs import write_spec
 from controlplane.db import ledger, reservations, waiting
 from controlplane.db.queue import enqueue, schedule
@@ -36,6 +36,9 @@ def end(
     tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime, *, cause: EndCause, detail: str = ""
 ) -> bool:
     """End a locked `binding` or `active` reservation; False if it is in neither state."""
+    if reservation.state not in ("binding", "active"):
+        return False
+    settle_quota(tx, reservation, now)
     open_holds = ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
     nodes = ledger.lock_nodes(tx, [hold.node_id for hold in open_holds])
     if not reservations.mark_releasing(tx, reservation.reservation_id, cause=cause, detail=detail, now=now):
@@ -68,6 +71,9 @@ def cancel(
     if reservation.state == "placed":
         ledger.close_bookings(tx, reservation.reservation_id)
         give_back_quota(tx, reservation)
+        wake_waiting(tx, reservation.pool_id)
+    if reservation.preempting:
+        drop_claim(tx, reservation)
         wake_waiting(tx, reservation.pool_id)
     reservations.mark_ended(
         tx, reservation.reservation_id, reservation.state, state, now=now, cause=cause, detail=detail

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity.end import wake_waiting
 from controlplane.capacity.place import GUARDS, announce
+from controlplane.capacity.quota import charge_end
 from controlplane.capacity.specs import write_spec
 from controlplane.db import ledger, reservations
 from controlplane.db.places import load_window_limits
@@ -34,6 +35,7 @@ def extend(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, 
     Raises:
         Conflict: it is in a state without a window, its devices are others' before that, or a node is drained.
         Invalid: the pool does not allow so long a window.
+        QuotaExceeded: GPU-hours are short.
     """
     start, old_end = _check_window(reservation, now)
     if old_end is None:
@@ -75,6 +77,7 @@ def _check_window(reservation: Reservation, now: datetime) -> tuple[datetime, da
 
 
 def _move_end(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, now: datetime) -> None:
+    charge_end(tx, reservation, end)
     bookings = ledger.load_bookings(tx, reservation.reservation_id)
     nodes = ledger.lock_nodes(tx, [booking.node_id for booking in bookings])
     later = reservation.window_end is not None and end > reservation.window_end

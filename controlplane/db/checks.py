@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from controlplane.db.quotas import EXPECTED_HOURS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import LiteralString
@@ -248,9 +250,58 @@ def find_quota_drift(tx: Tx) -> Found:
           from taken t join below b using (tenant_id)
           where b.top = q.tenant_id
             and (q.pool_id is null or q.pool_id = t.pool_id)
+            and (q.gpu_model is null or q.gpu_model = (select p.gpu_model from pool p where p.pool_id = t.pool_id))
             and (q.project_id is null or q.project_id = t.project_id)
         ) u
         where (q.gpus_used, q.vcpus_used, q.memory_mib_used) is distinct from (u.gpus, u.vcpus, u.memory_mib)
+        order by q.quota_id
+        """,
+    )
+
+
+def find_quota_hours_drift(tx: Tx) -> Found:
+    """Quotas whose GPU-hours, of the current or a later period, are not what their reservations use or will."""
+    return _find(
+        tx,
+        """
+        select format('%%s from %%s: counts %%s GPU-hours; used are %%s', q.public_id,
+                      to_char(starts_at at time zone 'UTC', 'YYYY-MM-DD'),
+                      round(coalesce(h.gpu_us, 0) / 3.6e9, 3), round(coalesce(e.gpu_us, 0) / 3.6e9, 3))
+        from ("""
+        + EXPECTED_HOURS
+        + """) e
+        full join (
+          select h.* from quota_hours h join quota b using (quota_id)
+          where b.gpu_hours_max is not null
+            and h.starts_at >= date_trunc(b.hours_period, compute_now() at time zone 'UTC') at time zone 'UTC'
+        ) h using (quota_id, starts_at)
+        join quota q using (quota_id)
+        where coalesce(h.gpu_us, 0) <> coalesce(e.gpu_us, 0)
+        order by q.quota_id, starts_at
+        """,
+        {"ids": None},
+    )
+
+
+def find_quota_claims_drift(tx: Tx) -> Found:
+    """Quotas that lend nothing for an owner that does not wait, or lend while one does."""
+    return _find(
+        tx,
+        """
+        with recursive below (top, tenant_id) as (
+          select tenant_id, tenant_id from quota
+          union
+          select b.top, t.tenant_id from below b join iam.tenant t on t.parent_id = b.tenant_id
+        )
+        select format('%%s: counts %%s that wait; there are %%s', q.public_id, q.claims, w.waiting)
+        from quota q cross join lateral (
+          select count(*) as waiting
+          from reservation r join below b using (tenant_id)
+          where b.top = q.tenant_id and r.ended_at is null and r.preempting
+            and (q.project_id is null or q.project_id = r.project_id) and (q.pool_id is null or q.pool_id = r.pool_id)
+            and (q.gpu_model is null or q.gpu_model = (select p.gpu_model from pool p where p.pool_id = r.pool_id))
+        ) w
+        where q.claims <> w.waiting
         order by q.quota_id
         """,
     )

@@ -24,7 +24,7 @@ COLUMNS = """
   lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
   r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
   r.active_at, r.releasing_at, r.ended_at, r.selector, r.strategy, r.priority, r.estimated_start, r.parts,
-  compute_now() as read_at
+  r.borrows, r.preempting, r.preempted_for, r.charged_from, compute_now() as read_at
 """
 
 
@@ -35,6 +35,10 @@ class Reservation:
     `selector` is its terms, `parts` what each node has of shared GPUs, as `slot.1/4=2`. `read_at` is the instant at
     which the row was asked for: a transaction that begins by locking its reservation takes that for now, and need not
     ask for the time.
+
+    `borrows` are GPUs that it took beyond what a quota guarantees, `preempting` says that it waits for
+    borrowers to go, `preempted_for` names the reservation that it made room for, and `charged_from` is
+    where its charge of GPU-hours begins.
     """
 
     reservation_id: int
@@ -74,6 +78,10 @@ class Reservation:
     priority: int
     estimated_start: datetime | None
     parts: list[str]
+    borrows: int
+    preempting: bool
+    preempted_for: int | None
+    charged_from: datetime | None
     read_at: datetime
 
     @property

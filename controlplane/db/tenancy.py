@@ -1,8 +1,8 @@
-"""What lives in a tenant: projects, quotas, offerings.
+"""What lives in a tenant: projects and offerings.
 
 Functions that read take `within`, the tenants that the caller may know of (None is all): a record
 of any other tenant is as good as none. Projects and offerings are deleted softly, as
-`controlplane.db.places` describes; a quota is deleted for good. Changes are guarded by `version`.
+`controlplane.db.places` describes. Changes are guarded by `version`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 _SELECT_PROJECT = """
   select p.project_id, p.public_id, p.tenant_id, t.slug as tenant_slug, p.slug, p.name, p.version, p.created_at
   from project p join iam.tenant t using (tenant_id)
-"""
-_SELECT_QUOTA = """
-  select q.quota_id, q.public_id, q.tenant_id, t.slug as tenant_slug, t.parent_id as tenant_parent_id, q.project_id,
-         j.slug as project_slug, q.pool_id, p.slug as pool_slug, q.gpus_max, q.vcpus_max, q.memory_mib_max,
-         q.gpus_used, q.vcpus_used, q.memory_mib_used, q.version, q.created_at
-  from quota q join iam.tenant t using (tenant_id)
-  left join project j using (project_id) left join pool p on p.pool_id = q.pool_id
 """
 _SELECT_OFFERING = """
   select o.offering_id, o.public_id, o.tenant_id, t.slug as tenant_slug, o.pool_id, p.slug as pool_slug, o.slug,
@@ -44,29 +37,6 @@ class Project:
     tenant_slug: str
     slug: str
     name: str
-    version: int
-    created_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """What a tenant or one project may hold at once, in all pools or one; a maximum of None is no limit."""
-
-    quota_id: int
-    public_id: str
-    tenant_id: int
-    tenant_slug: str
-    tenant_parent_id: int | None
-    project_id: int | None
-    project_slug: str | None
-    pool_id: int | None
-    pool_slug: str | None
-    gpus_max: int | None
-    vcpus_max: int | None
-    memory_mib_max: int | None
-    gpus_used: int
-    vcpus_used: int
-    memory_mib_used: int
     version: int
     created_at: datetime
 
@@ -188,108 +158,6 @@ def delete_project(tx: Tx, project_id: int, *, version: int) -> bool:
         (project_id, version),
     )
     return changed == 1
-
-
-# --- quotas ------------------------------------------------------------------------------------
-
-
-def find_quota(tx: Tx, public_id: str, *, within: Sequence[int] | None) -> Quota | None:
-    """Return a quota by public id."""
-    return tx.row(
-        Quota,
-        _SELECT_QUOTA
-        + """
-        where q.public_id = %(ref)s and (%(within)s::int4[] is null or q.tenant_id = any (%(within)s::int4[]))
-        """,
-        {"ref": public_id, "within": _filter(within)},
-    )
-
-
-def list_quotas(tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, after: int, limit: int) -> list[Quota]:
-    """Return quotas with a key beyond `after`, in the order in which they were made."""
-    return tx.rows(
-        Quota,
-        _SELECT_QUOTA
-        + """
-        where q.quota_id > %(after)s and (%(tenant_id)s::int4 is null or q.tenant_id = %(tenant_id)s)
-          and (%(within)s::int4[] is null or q.tenant_id = any (%(within)s::int4[]))
-        order by q.quota_id limit %(limit)s
-        """,
-        {"tenant_id": tenant_id, "within": _filter(within), "after": after, "limit": limit},
-    )
-
-
-def insert_quota(
-    tx: Tx,
-    *,
-    public_id: str,
-    tenant_id: int,
-    project_id: int | None,
-    pool_id: int | None,
-    gpus_max: int | None,
-    vcpus_max: int | None,
-    memory_mib_max: int | None,
-) -> None:
-    """Add a quota that counts what is held already; raises UniqueConflict if there is one for the same."""
-    # Whoever books now either is counted below or waits and then finds the new row; between the two
-    # a hold would be given back to a quota that it was never taken from.
-    tx.execute("lock table quota in exclusive mode")
-    tx.execute(
-        """
-        insert into quota (public_id, tenant_id, project_id, pool_id, gpus_max, vcpus_max, memory_mib_max,
-                           gpus_used, vcpus_used, memory_mib_used)
-        select %(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(gpus_max)s, %(vcpus_max)s,
-               %(memory_mib_max)s, coalesce(sum(gpus_per_node::int8 * nodes), 0),
-               coalesce(sum(vcpus_per_node::int8 * nodes), 0), coalesce(sum(memory_mib_per_node * nodes), 0)
-        from reservation
-        where (tenant_id = %(tenant_id)s or tenant_id in (select iam.tenant_subtree(%(tenant_id)s)))
-          and ended_at is null and state in ('placed', 'binding', 'active', 'releasing')
-          and (%(project_id)s::int4 is null or project_id = %(project_id)s)
-          and (%(pool_id)s::int4 is null or pool_id = %(pool_id)s)
-        """,
-        {
-            "public_id": public_id,
-            "tenant_id": tenant_id,
-            "project_id": project_id,
-            "pool_id": pool_id,
-            "gpus_max": gpus_max,
-            "vcpus_max": vcpus_max,
-            "memory_mib_max": memory_mib_max,
-        },
-    )
-
-
-def update_quota(
-    tx: Tx, quota_id: int, *, version: int, gpus_max: int | None, vcpus_max: int | None, memory_mib_max: int | None
-) -> bool:
-    """Set the three maxima; below what is used now is allowed. False if its version has moved."""
-    changed = tx.execute(
-        """
-        update quota set gpus_max = %s, vcpus_max = %s, memory_mib_max = %s, version = version + 1
-        where quota_id = %s and version = %s
-        """,
-        (gpus_max, vcpus_max, memory_mib_max, quota_id, version),
-    )
-    return changed == 1
-
-
-def delete_quota(tx: Tx, quota_id: int, *, version: int) -> bool:
-    """Delete a quota; False if its version has moved."""
-    return tx.execute("delete from quota where quota_id = %s and version = %s", (quota_id, version)) == 1
-
-
-def pools_waited_for(tx: Tx, *, tenant_id: int, pool_id: int | None) -> list[int]:
-    """Return the pools (or the one) in which a tenant, or one below it, has queued reservations."""
-    found = tx.tuples(
-        """
-        select distinct pool_id from reservation
-        where (tenant_id = %(tenant_id)s or tenant_id in (select iam.tenant_subtree(%(tenant_id)s)))
-          and ended_at is null and state = 'queued' and (%(pool_id)s::int4 is null or pool_id = %(pool_id)s)
-        order by pool_id
-        """,
-        {"tenant_id": tenant_id, "pool_id": pool_id},
-    )
-    return [pool for (pool,) in found]
 
 
 # --- offerings ---------------------------------------------------------------------------------

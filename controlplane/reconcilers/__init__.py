@@ -7,5 +7,5 @@
 One module each:
 
 * reconcilers of keys: `inbox`, `nodes`, `placement`, `reservations`, `specs`;
-* periodic jobs: `commands`, `housekeeping`, `liveness`.
+* periodic jobs: `commands`, `housekeeping`, `liveness`, `quota_periods`.
 """

@@ -19,6 +19,7 @@ from controlplane.reconcilers.inbox import inbox_reconciler
 from controlplane.reconcilers.liveness import liveness_job
 from controlplane.reconcilers.nodes import node_reconciler
 from controlplane.reconcilers.placement import placement_reconciler
+from controlplane.reconcilers.quota_periods import quota_periods
 from controlplane.reconcilers.reservations import reservation_reconciler
 from controlplane.reconcilers.specs import spec_reconciler
 
@@ -86,6 +87,7 @@ def build_registry(parts: WorkerParts) -> Registry:
             liveness_job(parts.database),
             command_sweeper(parts.database),
             housekeeping(parts.database),
+            quota_periods(parts.database),
             iam_upkeep(parts.database),
         ),
     )

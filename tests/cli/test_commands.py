@@ -63,7 +63,7 @@ def test_tenants_projects_quotas_and_offerings(server: CommandServer, bcctl: Com
         *("--gpus", "4", "--memory", "1TiB", "--query", "id"),
     ).value
     (shown,) = rows(bcctl("quotas", "list").value)
-    assert shown == ["acme", "all", "h100", "0/4", "0", "0/1TiB", quota]
+    assert shown == ["acme", "all", "h100", "0/4", "-", "-", "0", "0/1TiB", quota]
     bcctl("quotas", "update", quota, "--gpus", "2", "--unlimited", "memory")
     changed = fields(bcctl("quotas", "get", quota).value)
     assert (changed["gpus max"], changed["memory max"]) == ("2", "-")

@@ -34,7 +34,15 @@ TABLES = {
     "reservations": ([OVERDUE, QUEUED, ACTIVE], reservations.COLUMNS),
     "pools": ([POOL, {**POOL, "slug": "cpu", "gpu_model": None, "gpus": 0, "gpus_held": 0}], pools.COLUMNS),
     "capacity": ([CAPACITY, CPU_CAPACITY], pools.CAPACITY_COLUMNS),
-    "quotas": ([QUOTA, {**QUOTA, "project": "vision", "pool": None, "gpus_max": None}], quotas.COLUMNS),
+    "quotas": (
+        [
+            QUOTA,
+            {**QUOTA, "gpus_max": 2, "gpus_borrow_max": 6, "gpus_borrowed": 2, "gpu_hours_max": None},
+            {**QUOTA, "project": "vision", "pool": None, "gpu_model": "NVIDIA H100 80GB HBM3", "gpus_borrow_max": None},
+            {**QUOTA, "project": "vision", "pool": None, "gpus_max": None},
+        ],
+        quotas.COLUMNS,
+    ),
     "events": (EVENTS, events.COLUMNS),
 }
 

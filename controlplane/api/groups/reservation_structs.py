@@ -211,6 +211,7 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
     estimated_start: Annotated[
         datetime | None, msgspec.Meta(description="While it is queued: when it could start, if that is known.")
     ]
+    borrows: Annotated[int, msgspec.Meta(description="GPUs beyond what a quota guarantees: the owner may preempt it.")]
     end_cause: str | None
     end_detail: str
     parts: list[PartView]
@@ -270,6 +271,7 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
         pending_reason=row.pending_reason,
         priority=row.priority,
         estimated_start=_utc(row.estimated_start) if row.state == "queued" else None,
+        borrows=row.borrows,
         end_cause=row.end_cause,
         end_detail=row.end_detail,
         parts=[_part(part) for part in parts],

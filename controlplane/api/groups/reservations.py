@@ -167,7 +167,7 @@ def _check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest,
 def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: Reservation, short: NoPlan | QuotaShort) -> None:
     if isinstance(short, QuotaShort):
         if short.never or not given.queue:
-            raise QuotaExceeded(short.detail, field="gpus")
+            raise QuotaExceeded(short.detail, field=short.field)
     else:
         _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
         if not given.queue:

@@ -90,6 +90,10 @@ async def test_a_slug_that_two_tenants_use_needs_the_tenant(dsn: Dsn) -> None:
         ("projects/create", {"slug": "x" * 64}, "slug"),
         ("quotas/create", {}, "gpus_max"),
         ("quotas/create", {"gpus_max": -1}, "gpus_max"),
+        ("quotas/create", {"vcpus_max": 8, "gpus_borrow_max": 4}, "gpus_borrow_max"),
+        ("quotas/create", {"gpus_max": 8, "gpu_model": "B200"}, "gpu_model"),
+        ("quotas/create", {"gpus_max": 8, "gpu_model": "H100", "pool": "h100"}, "gpu_model"),
+        ("quotas/create", {"gpu_hours_max": 8, "hours_period": "year"}, "hours_period"),
         ("quotas/create", {"gpus_max": 2**31}, "gpus_max"),
         ("quotas/create", {"memory_mib_max": 2**60}, "memory_mib_max"),
         ("offerings/create", {"pool": "h100", "slug": "none"}, "gpus"),
@@ -144,13 +148,13 @@ async def test_nothing_is_deleted_under_what_hangs_on_it(dsn: Dsn) -> None:
             (
                 "pools/delete",
                 {"pool": "h100"},
-                "pool h100 still has 2 nodes, 1 reservations, 1 offerings, 1 join tokens in force; remove these first",
+                "pool h100 still has 2 nodes, 3 reservations, 1 offerings, 1 join tokens in force; remove these first",
             ),
             (
                 "tenants/delete",
                 {"tenant": "acme"},
                 "tenant acme still has 1 tenants below it, 1 projects, 1 quotas, 1 offerings,"
-                " 1 reservations, ended ones included, 3 API keys in force; remove these first",
+                " 3 reservations, ended ones included, 3 API keys in force; remove these first",
             ),
             ("tenants/delete", {"tenant": "root"}, "tenant: the root tenant cannot be removed"),
         ]
@@ -221,10 +225,25 @@ async def test_updates_leave_alone_what_they_do_not_name(dsn: Dsn) -> None:
         assert (quota["gpus_max"], quota["vcpus_max"]) == (6, None)
 
 
+async def test_a_quota_may_be_for_a_model_lend_and_count_hours(dsn: Dsn) -> None:
+    async with open_api(dsn) as api:
+        await _places(api)
+        quota = await api.ok("quotas/create", gpu_model="h100", gpus_max=4, gpus_borrow_max=None, gpu_hours_max=100)
+        assert (quota["pool"], quota["gpu_model"], quota["gpus_borrow_max"]) == (None, "H100", None)
+        assert (quota["gpu_hours_max"], quota["gpu_hours_used"], quota["hours_period"]) == (100, 0.0, "month")
+        again = await api.call("quotas/create", gpu_model="H100", gpus_max=1)
+        assert again.code == "CONFLICT"
+        quota = await api.ok("quotas/update", quota=quota["id"], gpus_borrow_max=2, hours_period="week")
+        assert (quota["gpus_max"], quota["gpus_borrow_max"], quota["hours_period"]) == (4, 2, "week")
+        assert quota["period_start"] < quota["period_end"]
+        refused = await api.call("quotas/update", quota=quota["id"], gpus_max=None)
+        assert refused.code == "INVALID"
+
+
 async def test_a_new_quota_counts_what_is_held(dsn: Dsn) -> None:
     async with open_api(dsn) as api:
         world = await make_world(api, dsn)
-        for field, ref, used in (("pool", "h100", 1), ("pool", "empty", 0), ("project", "vision", 0)):
+        for field, ref, used in (("pool", "h100", 3), ("pool", "empty", 0), ("project", "vision", 0)):
             quota = await api.call("quotas/create", **{"tenant": "acme", "gpus_max": 8, field: ref})
             assert quota.data["gpus_used"] == used
         await api.ok("reservations/release", id=world.reservation)

@@ -186,10 +186,10 @@ async def test_quota_is_taken_by_the_booking_and_says_so(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         fleet.execute("insert into quota (public_id, tenant_id, gpus_max) values ('quo_a', 1, 4)")
         never = await fleet.try_place(await fleet.draft(5))
-        assert never == QuotaShort("quota quo_a: gpus: 5 asked, 0 of 4 in use, 1 short", never=True)
+        assert never == QuotaShort("quota quo_a of test: gpus: 5 asked, 0 of 4 in use, 1 short", never=True)
         assert (await fleet.reserve(3)).state == "binding"
         full = await fleet.try_place(await fleet.draft(2))
-        assert full == QuotaShort("quota quo_a: gpus: 2 asked, 3 of 4 in use, 1 short", never=False)
+        assert full == QuotaShort("quota quo_a of test: gpus: 2 asked, 3 of 4 in use, 1 short", never=False)
         fleet.assert_sound()
 
 
