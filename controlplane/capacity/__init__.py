@@ -2,6 +2,7 @@
 
     place      quota, plan under the nodes' locks, bookings; bind: holds, specs
     quota      what tenants may hold, decided for many reservations at once
+    preempt    makes borrowers go when an owner asks for what it is guaranteed
     specs      a node's desired state, written whole and signed
     evidence   what nodes signed: the only way to `active` and to `released`
     end        causes and releases

@@ -119,7 +119,10 @@ def place_batch(
         if row.reservation_id not in placed:
             book.give_back(row)
     book.write(tx)
-    _say_why(tx, reasons)
+    # one that waits for borrowers to go has a better reason than what is short for now
+    _say_why(
+        tx, {row.reservation_id: why for row in rows if (why := reasons.get(row.reservation_id)) and not row.preempting}
+    )
     return Batch(len(rows), len(placed), len(planned) - len(done))
 
 

@@ -26,7 +26,7 @@ _SELECT_SITE = """
 """
 _SELECT_POOL = """
   select p.pool_id, p.public_id, p.slug, p.name, p.site_id, s.slug as site_slug, p.kind, p.gpu_model, p.acceptance,
-         p.max_duration_s, p.max_horizon_s, p.version, p.created_at
+         p.max_duration_s, p.max_horizon_s, p.preemption, p.version, p.created_at
   from pool p join site s using (site_id)
 """
 
@@ -49,6 +49,7 @@ class Pool:
     """Nodes of one kind in one site; `acceptance` are the command kinds that a new node must pass.
 
     Reservations are at most `max_duration_s` long and begin at most `max_horizon_s` from now; None is no limit.
+    With `preemption`, those that were placed on borrowed quota go when an owner asks for what it is guaranteed.
     """
 
     pool_id: int
@@ -62,6 +63,7 @@ class Pool:
     acceptance: list[str]
     max_duration_s: int | None
     max_horizon_s: int | None
+    preemption: bool
     version: int
     created_at: datetime
 
@@ -191,15 +193,17 @@ def update_pool(
     acceptance: Sequence[str],
     max_duration_s: int | None,
     max_horizon_s: int | None,
+    preemption: bool,
 ) -> bool:
     """Change a pool; False if its version has moved."""
     changed = tx.execute(
         """
         update pool
-        set name = %s, acceptance = %s, max_duration_s = %s, max_horizon_s = %s, version = version + 1
+        set name = %s, acceptance = %s, max_duration_s = %s, max_horizon_s = %s, preemption = %s,
+            version = version + 1
         where pool_id = %s and version = %s and deleted_at is null
         """,
-        (name, list(acceptance), max_duration_s, max_horizon_s, pool_id, version),
+        (name, list(acceptance), max_duration_s, max_horizon_s, preemption, pool_id, version),
     )
     return changed == 1
 

@@ -28,9 +28,16 @@ if TYPE_CHECKING:
 _ALL_64 = (1 << 64) - 1
 
 
-def load_node_views(tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None) -> list[NodeView]:
-    """Every node of a pool that is not decommissioned (or only those named), in the order of their ids."""
-    where = {"pool": pool_id, "nodes": None if node_ids is None else list(node_ids)}
+def load_node_views(
+    tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None, *, without: Sequence[int] = ()
+) -> list[NodeView]:
+    """Every node of a pool that is not decommissioned (or only those named), in the order of their ids.
+
+    Args:
+        without: reservations whose bookings and GPUs are left out, as if they had let go. The vCPUs and the
+            memory that they hold are counters of the node, and stay.
+    """
+    where = {"pool": pool_id, "nodes": None if node_ids is None else list(node_ids), "without": list(without)}
     devices = _load_devices(tx, where)
     shared = _load_shared(tx, where)
     ledger = _load_booked(tx, where, shared)
@@ -170,13 +177,14 @@ def _load_booked(tx: Tx, where: Mapping[str, object], shared: Mapping[int, _Shar
                (extract(epoch from upper(during)) * 1000000)::int8, vcpus, memory_mib
         from booking
         where pool_id = %(pool)s and live and (%(nodes)s::int4[] is null or node_id = any(%(nodes)s))
+          and (reservation_id is null or reservation_id <> all(%(without)s::int8[]))
         order by node_id, booking_id
         """,
         where,
     ):
         until = FOREVER if end is None else end
         if spans != "{}":
-            booked.setdefault(node_id, []).append(Booked(_slots_in(spans), start, until))
+            booked.setdefault(node_id, []).append(Booked(slots_in(spans), start, until))
             if node_id in shared:
                 units = units_of(decode_spans(spans))
                 ledger.units.setdefault(node_id, []).append(UnitsBooked(units, start, until))
@@ -193,16 +201,18 @@ def _load_held(tx: Tx, where: Mapping[str, object], shared: Mapping[int, _Shared
         from allocation a join node n using (node_id)
         where n.pool_id = %(pool)s and a.released_at is null
           and (%(nodes)s::int4[] is null or a.node_id = any(%(nodes)s))
+          and a.reservation_id <> all(%(without)s::int8[])
         order by a.node_id, a.allocation_id
         """,
         where,
     ):
-        held[node_id] = held.get(node_id, 0) | _slots_in(spans)
+        held[node_id] = held.get(node_id, 0) | slots_in(spans)
         if node_id in shared:
             ledger.units_held[node_id] = ledger.units_held.get(node_id, 0) | units_of(decode_spans(spans))
     return held
 
 
 @lru_cache(maxsize=65_536)  # all 256 sets of an 8-GPU node's slots many times over
-def _slots_in(spans: str) -> int:
+def slots_in(spans: str) -> int:
+    """The slots of which spans, as the database writes them, have any part."""
     return touched_slots(decode_spans(spans))

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from controlplane.capacity.batch import place_batch
+from controlplane.capacity.preempt import OWNERS_PER_PASS, preempt_for
 from controlplane.db import leases
 from controlplane.db.leases import Fence
+from controlplane.db.preemption import load_waiting_owners
 from controlplane.db.tx import OPERATING_ERRORS
 from controlplane.db.waiting import load_holding, load_waiting, page_queued_pools
 from controlplane.model.queueing import order_queue
@@ -47,13 +49,16 @@ RELEASE_S: Final = 3.0
 
 
 def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, max_batch: int) -> Reconciler:
-    """Gives queued reservations what there is, up to `max_batch` in a transaction."""
+    """Gives queued reservations what there is, up to `max_batch` in a transaction, then makes room for owners."""
 
     async def run_pass(pool_id: int, fence: Fence) -> Outcome:
         waiting = lost = 0
         for ids in _chunks(await db.run_tx(_load_order, pool_id), max_batch):
             batch = await db.run_tx(place_batch, tools, pool_id, ids=ids, fence=fence)
             waiting, lost = waiting + batch.waiting, lost + batch.lost
+        if waiting:
+            for owner in await db.run_tx(load_waiting_owners, pool_id, limit=OWNERS_PER_PASS):
+                await db.run_tx(preempt_for, tools, owner)
         if lost:
             # what they lost to is in the index by now
             return Again(0.0)

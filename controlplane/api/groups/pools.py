@@ -56,6 +56,7 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     acceptance: list[str]
     max_duration_s: Annotated[int | None, msgspec.Meta(description="Null: reservations may be open-ended.")]
     max_horizon_s: Annotated[int | None, msgspec.Meta(description="How far from now one may begin; null: any time.")]
+    preemption: Annotated[bool, msgspec.Meta(description="Borrowers go when an owner asks for what it is guaranteed.")]
     nodes: int
     nodes_placeable: Annotated[int, msgspec.Meta(description="Adopted, connected, not cordoned, not draining.")]
     gpus: int
@@ -100,6 +101,7 @@ class UpdatePool(Idempotent, frozen=True, kw_only=True):
     acceptance: Acceptance | None = None
     max_duration_s: MaxDuration | msgspec.UnsetType | None = msgspec.UNSET
     max_horizon_s: MaxHorizon | msgspec.UnsetType | None = msgspec.UNSET
+    preemption: bool | None = None
     version: Version | None = None
 
 
@@ -119,6 +121,7 @@ def _shown(row: places.Pool, use: rollups.Capacity) -> Pool:
         acceptance=row.acceptance,
         max_duration_s=row.max_duration_s,
         max_horizon_s=row.max_horizon_s,
+        preemption=row.preemption,
         nodes=use.nodes.total(),
         nodes_placeable=use.nodes["open"],
         gpus=use.gpus.total,
@@ -224,6 +227,7 @@ def _update(tx: Tx, call: Call, typed: UpdatePool, target: Target[places.Pool]) 
         acceptance=row.acceptance if typed.acceptance is None else typed.acceptance,
         max_duration_s=row.max_duration_s if typed.max_duration_s is msgspec.UNSET else typed.max_duration_s,
         max_horizon_s=row.max_horizon_s if typed.max_horizon_s is msgspec.UNSET else typed.max_horizon_s,
+        preemption=row.preemption if typed.preemption is None else typed.preemption,
     )
     # what was too long, or too far ahead, may fit now
     enqueue(tx, "pool", [str(row.pool_id)])

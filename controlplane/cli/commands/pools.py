@@ -186,6 +186,11 @@ def capacity(session: Session, *, pool: str | None, site: str | None, limit: int
 @click.option("--acceptance", multiple=True, metavar="KIND", help="A check that new nodes must pass; may be repeated.")
 @_limit_options
 @click.option("--unlimited", multiple=True, type=click.Choice(list(_LIMITS)), help="Remove a limit; may be repeated.")
+@click.option(
+    "--preemption/--no-preemption",
+    default=None,
+    help="Whether reservations on borrowed quota go when an owner asks for what it is guaranteed.",
+)
 @pass_session
 def update(
     session: Session,
@@ -196,18 +201,27 @@ def update(
     max_duration: int | None,
     max_horizon: int | None,
     unlimited: tuple[str, ...],
+    preemption: bool | None,
 ) -> None:
     """Rename a pool, or change its limits or what its new nodes must pass.
 
     What is booked already keeps its window.
     """
-    asked = given(name=name, acceptance=acceptance, max_duration_s=max_duration, max_horizon_s=max_horizon)
+    asked = given(
+        name=name,
+        acceptance=acceptance,
+        max_duration_s=max_duration,
+        max_horizon_s=max_horizon,
+        preemption=preemption,
+    )
     for limit in unlimited:
         if _LIMITS[limit] in asked:
             raise click.UsageError(f"--{limit} and --unlimited {limit} say two things")
         asked[_LIMITS[limit]] = None
     if not asked:
-        raise click.UsageError("say what to change: --name, --acceptance, --max-duration, --max-horizon or --unlimited")
+        raise click.UsageError(
+            "say what to change: --name, --acceptance, --max-duration, --max-horizon, --unlimited or --preemption"
+        )
     session.show(session.change("pools/update", {"pool": pool, **asked}))
 
 

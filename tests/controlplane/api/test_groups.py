@@ -218,6 +218,10 @@ async def test_updates_leave_alone_what_they_do_not_name(dsn: Dsn) -> None:
         assert (pool["name"], pool["acceptance"]) == ("h100", ["diag.nvml", "diag.nccl"])
         pool = await api.ok("pools/update", pool="h100", name="The fast ones")
         assert (pool["name"], pool["acceptance"]) == ("The fast ones", ["diag.nvml", "diag.nccl"])
+        assert not pool["preemption"]
+        assert (await api.ok("pools/update", pool="h100", preemption=True))["preemption"]
+        pool = await api.ok("pools/update", pool="h100", name="Fast")
+        assert (pool["name"], pool["preemption"]) == ("Fast", True)
         quota = await api.ok("quotas/create", gpus_max=4, vcpus_max=8)
         quota = await api.ok("quotas/update", quota=quota["id"], gpus_max=6)
         assert (quota["gpus_max"], quota["vcpus_max"], quota["memory_mib_max"]) == (6, 8, None)

@@ -113,6 +113,7 @@ async def test_a_sound_ledger_has_no_findings(dsn: Dsn) -> None:
             ("update node_capacity set vcpu_held = 1, memory_mib_held = 2 where node_id = 1",),
             "node node-0: counts 5 GPUs, 1 vCPUs, 2 MiB; held are 5, 0, 0",
         ),
+        ("quota.claims.drift", ("update quota set claims = 1",), "quo_a: counts 1 that wait; there are 0"),
         ("quota.used.drift", ("update quota set gpus_used = 8",), "quo_a: counts 8 GPUs, 0 vCPUs, 0 MiB; used are 9"),
         (
             "queue.late",
