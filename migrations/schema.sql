@@ -63,6 +63,17 @@ begin
   return null;
 end $$;
 
+-- function charged_gpus(smallint, smallint, text[])
+
+CREATE FUNCTION public.charged_gpus(p_nodes smallint, p_gpus_per_node smallint, p_parts text[]) RETURNS bigint
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    AS $$
+  select p_nodes::int8 * p_gpus_per_node
+       + (p_nodes * coalesce(sum(split_part(part, '=', 2)::int8 * 48
+                                 / split_part(split_part(part, '=', 1), '/', 2)::int8), 0)::int8 + 47) / 48
+  from unnest(p_parts) part
+$$;
+
 -- function compute_drop_months(text, integer)
 
 CREATE FUNCTION public.compute_drop_months(p_parent text, p_keep_months integer) RETURNS integer
@@ -2254,6 +2265,11 @@ GRANT USAGE ON SCHEMA iam TO bc_worker;
 GRANT USAGE ON SCHEMA public TO bc_api;
 GRANT USAGE ON SCHEMA public TO bc_worker;
 GRANT USAGE ON SCHEMA public TO bc_gateway;
+
+-- acl FUNCTION charged_gpus(p_nodes smallint, p_gpus_per_node smallint, p_parts text[])
+
+GRANT ALL ON FUNCTION public.charged_gpus(p_nodes smallint, p_gpus_per_node smallint, p_parts text[]) TO bc_api;
+GRANT ALL ON FUNCTION public.charged_gpus(p_nodes smallint, p_gpus_per_node smallint, p_parts text[]) TO bc_worker;
 
 -- acl FUNCTION compute_drop_months(p_parent text, p_keep_months integer)
 

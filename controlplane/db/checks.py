@@ -236,7 +236,7 @@ def find_quota_drift(tx: Tx) -> Found:
           union
           select b.top, t.tenant_id from below b join iam.tenant t on t.parent_id = b.tenant_id
         ), taken as materialized (
-          select tenant_id, project_id, pool_id, sum(gpus_per_node::int8 * nodes) as gpus,
+          select tenant_id, project_id, pool_id, sum(charged_gpus(nodes, gpus_per_node, parts)) as gpus,
                  sum(vcpus_per_node::int8 * nodes) as vcpus, sum(memory_mib_per_node * nodes) as memory_mib
           from reservation
           where ended_at is null and state in ('placed', 'binding', 'active', 'releasing')

@@ -36,7 +36,7 @@ def load_waiting_owners(tx: Tx, pool_id: int, *, limit: int) -> list[int]:
         select r.reservation_id
         from reservation r join pool p using (pool_id)
         where r.pool_id = %(pool)s and p.preemption and r.ended_at is null and r.state = 'queued'
-          and r.gpus_per_node > 0
+          and (r.gpus_per_node > 0 or r.parts <> '{}')
           and (r.preempting or exists (select from reservation b where b.borrows > 0 and b.ended_at is null))
         order by r.preempting desc, r.reservation_id limit %(limit)s
         """,

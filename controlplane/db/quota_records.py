@@ -149,7 +149,7 @@ def insert_quota(
         select %(public_id)s, %(tenant_id)s, %(project_id)s, %(pool_id)s, %(gpu_model)s, %(gpus_max)s, %(vcpus_max)s,
                %(memory_mib_max)s, %(gpus_borrow_max)s, %(gpu_hours_max)s, %(hours_period)s,
                date_trunc(%(hours_period)s, compute_now() at time zone 'UTC') at time zone 'UTC',
-               coalesce(sum(r.gpus_per_node::int8 * r.nodes) filter (where """
+               coalesce(sum(charged_gpus(r.nodes, r.gpus_per_node, r.parts)) filter (where """
         + _HOLDING
         + """), 0), coalesce(sum(r.vcpus_per_node::int8 * r.nodes) filter (where """
         + _HOLDING

@@ -194,13 +194,14 @@ def _open_period(tx: Tx, quota_ids: Sequence[int]) -> None:
         )
         insert into quota_hours (quota_id, starts_at, gpu_us, forced)
         select d.quota_id, p.at at time zone 'UTC',
-               sum(r.gpus_per_node::int8 * r.nodes * (extract(epoch from p.at + d.step - p.at) * 1000000)::int8), 1
+               sum(charged_gpus(r.nodes, r.gpus_per_node, r.parts)
+                   * (extract(epoch from p.at + d.step - p.at) * 1000000)::int8), 1
         from due d
         cross join lateral generate_series((d.hours_from at time zone 'UTC') + d.step, d.current, d.step) as p (at)
         join below b on b.top = d.tenant_id
         join reservation r on r.tenant_id = b.tenant_id
         where r.ended_at is null and r.state in ('placed', 'binding', 'active') and upper_inf(r.during)
-          and r.gpus_per_node > 0 and (r.charged_from at time zone 'UTC') < p.at
+          and (r.gpus_per_node > 0 or r.parts <> '{}') and (r.charged_from at time zone 'UTC') < p.at
           and (d.project_id is null or d.project_id = r.project_id) and (d.pool_id is null or d.pool_id = r.pool_id)
           and (d.gpu_model is null or d.gpu_model = (select m.gpu_model from pool m where m.pool_id = r.pool_id))
         group by d.quota_id, p.at
@@ -247,15 +248,15 @@ EXPECTED_HOURS: LiteralString = """
     union
     select b.top, t.tenant_id from below b join iam.tenant t on t.parent_id = b.tenant_id
   ), charge as (
-    select r.tenant_id, r.project_id, r.pool_id, r.gpus_per_node::int8 * r.nodes as gpus,
+    select r.tenant_id, r.project_id, r.pool_id, charged_gpus(r.nodes, r.gpus_per_node, r.parts) as gpus,
            r.charged_from at time zone 'UTC' as starts, upper(r.during) at time zone 'UTC' as ends
     from reservation r
-    where r.ended_at is null and r.state in ('placed', 'binding', 'active') and r.gpus_per_node > 0
+    where r.ended_at is null and r.state in ('placed', 'binding', 'active') and (r.gpus_per_node > 0 or r.parts <> '{}')
     union all
-    select r.tenant_id, r.project_id, r.pool_id, r.gpus_per_node::int8 * r.nodes,
+    select r.tenant_id, r.project_id, r.pool_id, charged_gpus(r.nodes, r.gpus_per_node, r.parts),
            r.active_at at time zone 'UTC', least(r.releasing_at, upper(r.during)) at time zone 'UTC'
     from reservation r
-    where r.state in ('releasing', 'released') and r.active_at is not null and r.gpus_per_node > 0
+    where r.state in ('releasing', 'released') and r.active_at is not null and (r.gpus_per_node > 0 or r.parts <> '{}')
       and r.reservation_id in (
         select w.reservation_id from usage_window w
         where w.recorded_at >= (select min(current) at time zone 'UTC' from budget))

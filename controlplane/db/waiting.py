@@ -21,8 +21,8 @@ def load_waiting(tx: Tx, pool_id: int, *, limit: int) -> list[Waiting]:
         Waiting(*row)
         for row in tx.tuples(
             """
-            select reservation_id, tenant_id, priority, nodes * greatest(gpus_per_node, case gpus_per_node
-                     when 0 then vcpus_per_node else 0 end)
+            select reservation_id, tenant_id, priority, case charged_gpus(nodes, gpus_per_node, parts)
+                     when 0 then nodes * vcpus_per_node else charged_gpus(nodes, gpus_per_node, parts) end
             from reservation where pool_id = %(pool)s and state = 'queued'
             order by priority desc, reservation_id limit %(limit)s
             """,
@@ -36,8 +36,8 @@ def load_holding(tx: Tx, pool_id: int) -> dict[int, int]:
     return dict(
         tx.tuples(
             """
-            select tenant_id, sum(nodes * greatest(gpus_per_node, case gpus_per_node
-                                  when 0 then vcpus_per_node else 0 end))::int8
+            select tenant_id, sum(case charged_gpus(nodes, gpus_per_node, parts)
+                     when 0 then nodes * vcpus_per_node else charged_gpus(nodes, gpus_per_node, parts) end)::int8
             from reservation
             where pool_id = %(pool)s and ended_at is null and state in ('placed', 'binding', 'active', 'releasing')
             group by tenant_id

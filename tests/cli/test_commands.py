@@ -158,7 +158,7 @@ def test_labels_and_selectors(server: CommandServer, bcctl: CommandLine) -> None
     found = json.loads(taken.value)
     assert (found["selector"], found["parts"][0]["node_name"]) == (["!disk", "zone=a"], "node-1")
     assert fields(bcctl("reservations", "get", found["id"]).value)["selector"] == "!disk, zone=a"
-    assert bcctl(*what, "--selector", "zone!=a", "--dry-run", "--query", "nodes").value == "node-0"
+    assert bcctl(*what, "--selector", "zone!=a", "--plan", "--query", "nodes").value == "node-0"
     ran = bcctl(*what, "--selector", "zone=b")
     assert ran.err.startswith("IMPOSSIBLE: selector: no node of this pool matches zone=b\n")
     ran = bcctl(*what, "--selector", "zone in (a,b)")

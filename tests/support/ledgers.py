@@ -323,7 +323,10 @@ where (c.gpu_total, c.gpu_healthy, c.gpu_free) is distinct from (g.total, g.heal
 """
 WRONG_QUOTAS = """
 select q.quota_id, q.gpus_used, used.* from quota q cross join lateral (
-  select coalesce(sum(r.gpus_per_node * r.nodes), 0) as gpus, coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus
+  select coalesce(sum(r.gpus_per_node * r.nodes + ceil(r.nodes / 48.0 * coalesce((
+           select sum(split_part(p, '=', 2)::int4 * 48 / substring(p from '/([0-9]+)=')::int4)
+           from unnest(r.parts) p), 0))), 0) as gpus,
+         coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus
   from reservation r where r.state in ('placed', 'binding', 'active', 'releasing')
     and r.tenant_id in (with recursive below (id) as (
       select q.tenant_id union select t.tenant_id from iam.tenant t join below on t.parent_id = below.id)

@@ -84,6 +84,8 @@ RULES: tuple[Rule, ...] = (
         where b.live and not r.whole_node
         group by b.booking_id, r.reservation_id
         having coalesce(sum(upper(u) - lower(u)), 0) <> 48 * r.gpus_per_node
+                 + coalesce((select sum(split_part(p, '=', 2)::int4 * 48 / substring(p from '/([0-9]+)=')::int4)
+                             from unnest(r.parts) p), 0)
             or (b.vcpus, b.memory_mib) <> (r.vcpus_per_node, r.memory_mib_per_node)
         """,
     ),
@@ -223,7 +225,10 @@ RULES: tuple[Rule, ...] = (
         select format('%s: counts %s, %s, %s; used are %s, %s, %s', q.public_id, q.gpus_used, q.vcpus_used,
                       q.memory_mib_used, u.gpus, u.vcpus, u.memory_mib)
         from quota q cross join lateral (
-          select coalesce(sum(r.gpus_per_node * r.nodes), 0) as gpus,
+          select coalesce(sum(r.gpus_per_node * r.nodes + ceil(r.nodes
+                   / 48.0 * coalesce((
+                     select sum(split_part(p, '=', 2)::int4 * 48 / substring(p from '/([0-9]+)=')::int4)
+                     from unnest(r.parts) p), 0))), 0) as gpus,
                  coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus,
                  coalesce(sum(r.memory_mib_per_node * r.nodes), 0) as memory_mib
           from reservation r
@@ -334,7 +339,7 @@ RULES: tuple[Rule, ...] = (
         select format('%s was active from %s to %s, billed %s times: %s', r.public_id, r.active_at, r.releasing_at,
                       count(u.during), coalesce(min(u.during::text), 'never'))
         from reservation r left join usage_window u
-          on u.reservation_id = r.reservation_id and u.meter like 'gpu.%'
+          on u.reservation_id = r.reservation_id and u.meter like 'gpu.%' and u.meter not like '%.slot.%'
         where r.gpus_per_node > 0
         group by r.reservation_id
         having case when r.state in ('releasing', 'released') and r.active_at < r.releasing_at

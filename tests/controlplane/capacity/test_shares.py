@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from controlplane.db import devices, views
+from controlplane.db import checks, devices, views
+from controlplane.model.shares import charged_gpus, parse_parts
 from tests.support.ledgers import LedgerFleet, open_fleet
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ async def test_a_mix_is_on_one_node_and_is_metered_and_charged(dsn: Dsn) -> None
         assert len(hold.device_uuids) == 3
         assert uuid in hold.device_uuids
         assert fleet.execute("select gpus_used from quota") == [(3,)]
+        for find in (checks.find_quota_drift, checks.find_held_drift, checks.find_free_drift):
+            assert (await fleet.run(find)).count == 0
+        fleet.assert_sound()
         await fleet.bound(mixed)
         fleet.advance(60)
         await fleet.release(await fleet.load(mixed.reservation_id))
@@ -70,6 +74,16 @@ async def test_a_mix_is_on_one_node_and_is_metered_and_charged(dsn: Dsn) -> None
         meters = fleet.execute("select meter, quantity from usage_window order by meter")
         assert meters == [("gpu.h100.hours", 2), ("gpu.h100.slot.1-2.hours", 1), ("vcpu.hours", 4)]
         fleet.assert_sound()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "parts"),
+    [(1, 0, []), (3, 2, []), (1, 0, ["slot.1/3=2"]), (3, 1, ["slot.1/3=2", "slot.1/48=1"]), (2, 0, ["slot.1/4=2"])],
+)
+async def test_the_database_charges_what_the_model_does(dsn: Dsn, nodes: int, gpus: int, parts: list[str]) -> None:
+    with psycopg.connect(dsn.worker) as conn:
+        found = conn.execute("select charged_gpus(%s::int2, %s::int2, %s::text[])", (nodes, gpus, parts)).fetchone()
+    assert found == (charged_gpus(nodes, gpus, parse_parts(parts)),)
 
 
 async def test_the_constraints_refuse_a_whole_gpu_beside_its_part(dsn: Dsn) -> None:
