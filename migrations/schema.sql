@@ -831,6 +831,38 @@ CREATE TABLE public.lease (
 )
 WITH (fillfactor='50');
 
+-- table maintenance
+
+CREATE TABLE public.maintenance (
+    maintenance_id bigint NOT NULL,
+    public_id text NOT NULL,
+    node_id integer NOT NULL,
+    booking_id bigint,
+    state text DEFAULT 'planned'::text NOT NULL,
+    during tstzrange NOT NULL,
+    reason text NOT NULL,
+    cordoned boolean DEFAULT false NOT NULL,
+    version bigint DEFAULT 1 NOT NULL,
+    created_by text NOT NULL,
+    created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
+    ended_at timestamp with time zone,
+    CONSTRAINT maintenance_check CHECK (((state = ANY (ARRAY['planned'::text, 'open'::text])) = (booking_id IS NOT NULL))),
+    CONSTRAINT maintenance_check1 CHECK (((state = ANY (ARRAY['done'::text, 'cancelled'::text])) = (ended_at IS NOT NULL))),
+    CONSTRAINT maintenance_during_check CHECK (((NOT isempty(during)) AND (NOT lower_inf(during)) AND (NOT upper_inf(during)))),
+    CONSTRAINT maintenance_state_check CHECK ((state = ANY (ARRAY['planned'::text, 'open'::text, 'done'::text, 'cancelled'::text])))
+);
+
+-- sequence maintenance_maintenance_id_seq
+
+ALTER TABLE public.maintenance ALTER COLUMN maintenance_id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME public.maintenance_maintenance_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
+);
+
 -- table node
 
 CREATE TABLE public.node (
@@ -1595,6 +1627,21 @@ ALTER TABLE ONLY public.key_record
 ALTER TABLE ONLY public.lease
     ADD CONSTRAINT lease_pkey PRIMARY KEY (name);
 
+-- constraint maintenance maintenance_booking_id_key
+
+ALTER TABLE ONLY public.maintenance
+    ADD CONSTRAINT maintenance_booking_id_key UNIQUE (booking_id);
+
+-- constraint maintenance maintenance_pkey
+
+ALTER TABLE ONLY public.maintenance
+    ADD CONSTRAINT maintenance_pkey PRIMARY KEY (maintenance_id);
+
+-- constraint maintenance maintenance_public_id_key
+
+ALTER TABLE ONLY public.maintenance
+    ADD CONSTRAINT maintenance_public_id_key UNIQUE (public_id);
+
 -- constraint node_authorization node_authorization_pkey
 
 ALTER TABLE ONLY public.node_authorization
@@ -1892,6 +1939,10 @@ CREATE INDEX inventory_snapshot_default_node_id_taken_at_idx ON public.inventory
 
 CREATE INDEX join_replay_expiry ON public.join_replay USING btree (expires_at);
 
+-- index maintenance_node
+
+CREATE INDEX maintenance_node ON public.maintenance USING btree (node_id, maintenance_id) WHERE (ended_at IS NULL);
+
 -- index node_name
 
 CREATE UNIQUE INDEX node_name ON public.node USING btree (site_id, name) WHERE (provision_state <> 'decommissioned'::text);
@@ -2142,6 +2193,11 @@ ALTER TABLE ONLY public.join_token
 
 ALTER TABLE ONLY public.join_token
     ADD CONSTRAINT join_token_pool_id_fkey FOREIGN KEY (pool_id) REFERENCES public.pool(pool_id);
+
+-- fk constraint maintenance maintenance_node_id_fkey
+
+ALTER TABLE ONLY public.maintenance
+    ADD CONSTRAINT maintenance_node_id_fkey FOREIGN KEY (node_id) REFERENCES public.node(node_id);
 
 -- fk constraint node_authorization node_authorization_node_id_fkey
 
@@ -2407,6 +2463,11 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.key_record TO bc_worker;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.lease TO bc_api;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.lease TO bc_worker;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.lease TO bc_gateway;
+
+-- acl TABLE maintenance
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.maintenance TO bc_api;
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.maintenance TO bc_worker;
 
 -- acl TABLE node
 

@@ -30,7 +30,7 @@ TRACEBACK_VARIABLE = "BCCTL_TRACEBACK"
 
 _SECTIONS = {
     "Use": ("reserve", "status", "reservations", "series", "allocations", "events", "pools", "offerings"),
-    "Run the fleet": ("sites", "nodes", "devices", "join-tokens", "commands"),
+    "Run the fleet": ("sites", "nodes", "maintenance", "devices", "join-tokens", "commands"),
     "Tenants and access": ("tenants", "projects", "quotas", "keys", "audit"),
     "Servers and settings": ("dev", "serve", "db", "doctor", "profiles"),
 }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from controlplane.capacity import end as ending
 from controlplane.capacity.place import Contended, announce
 from controlplane.capacity.quota import give_back_quota, open_quotas
-from controlplane.db import certificates, commands, devices, ledger, nodes, reservations
+from controlplane.db import certificates, commands, devices, ledger, maintenance, nodes, reservations
 from controlplane.db.queue import enqueue
 from controlplane.fleet.commands import end as end_command
 from controlplane.fleet.lifecycle import tell
@@ -40,6 +40,7 @@ def decommission(tx: Tx, node: LifecycleNode, *, reason: str, now: datetime) -> 
     nodes.mark_decommissioned(tx, node.node_id)
     certificates.revoke_authorization(tx, node.node_id, reason="decommissioned")
     tell(tx, node, "decommissioned", reason=reason)
+    enqueue(tx, "maintenance", map(str, maintenance.load_open_on(tx, node.node_id)))
     for command in commands.load_open(tx, node.node_id):
         locked = commands.lock_command(tx, command.public_id)
         if locked is not None and locked.finished_at is None:

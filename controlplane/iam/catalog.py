@@ -39,6 +39,7 @@ _TYPES = (
     ResourceType("node", "system", "A server that runs bcd."),
     ResourceType("device", "system", "A GPU of a node."),
     ResourceType("join_token", "system", "The right to join servers to a pool."),
+    ResourceType("maintenance", "system", "A window in which a server is away."),
     ResourceType("command", "system", "A one-shot action on a node."),
     ResourceType("tenant", "tenant", "A customer or team; tenants form a tree."),
     ResourceType("project", "tenant", "A part of a tenant's work."),
@@ -90,6 +91,12 @@ _VERBS: dict[str, dict[str, str]] = {
         "read": "Look at one, or list them.",
         "create": "Have a node do something once.",
         "cancel": "Stop a command that no node has begun.",
+    },
+    "maintenance": {
+        "read": "Look at one, or list them.",
+        "create": "Plan windows in which servers are away, and tell who has something on them.",
+        "update": "Give a window a later end.",
+        "cancel": "Take a window out of the plan, or end it early.",
     },
     "reservation": {
         "read": "Look at one, or list them.",

@@ -12,8 +12,9 @@ from typing import Literal, get_args
 # node:        key is a node_id. Acceptance, adoption, quarantine.
 # inbox:       key is a node_id. Verify and apply what the node has signed.
 # spec:        key is a node_id. Write the node's next spec if it would differ.
+# maintenance: key is a maintenance_id. Windows in which a node is away begin and end.
 # pool:        key is a pool_id. Place the reservations that are queued for it.
-Queue = Literal["reservation", "node", "inbox", "spec", "pool"]
+Queue = Literal["reservation", "node", "inbox", "spec", "maintenance", "pool"]
 QUEUES: tuple[Queue, ...] = get_args(Queue)
 
 # The roles whose work is divided by shards; each has a membership and shard leases of its own.

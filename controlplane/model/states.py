@@ -62,7 +62,7 @@ EndCause = Literal[
 END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
 ReleaseEvidence = Literal["signed", "forced"]
 
-ReservationCondition = Literal["impaired", "waiting_for_release", "overrun", "spec_full"]
+ReservationCondition = Literal["impaired", "waiting_for_release", "overrun", "spec_full", "maintenance_planned"]
 
 ProvisionState = Literal["registered", "provisioning", "adopting", "adopted", "quarantined", "decommissioned"]
 PROVISION_STATES: tuple[ProvisionState, ...] = get_args(ProvisionState)

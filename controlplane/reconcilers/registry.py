@@ -17,6 +17,7 @@ from controlplane.reconcilers.housekeeping import housekeeping
 from controlplane.reconcilers.iam_upkeep import iam_upkeep
 from controlplane.reconcilers.inbox import inbox_reconciler
 from controlplane.reconcilers.liveness import liveness_job
+from controlplane.reconcilers.maintenance import maintenance_reconciler
 from controlplane.reconcilers.nodes import node_reconciler
 from controlplane.reconcilers.placement import placement_reconciler
 from controlplane.reconcilers.quota_periods import quota_periods
@@ -82,6 +83,7 @@ def build_registry(parts: WorkerParts) -> Registry:
             placement_reconciler(*ledger, worker_id=parts.worker_id, max_batch=parts.max_batch),
             node_reconciler(*ledger),
             spec_reconciler(*ledger),
+            maintenance_reconciler(parts.database),
         ),
         jobs=(
             liveness_job(parts.database),

@@ -52,6 +52,7 @@ class World:
     reservation: str
     waiting: str
     series: str
+    maintenance: str
 
     def in_minutes(self, minutes: int) -> str:
         """Write a time; acme's reservation ends in 60 minutes."""
@@ -97,6 +98,10 @@ async def make_world(api: Api, dsn: Dsn) -> World:
     allocation = (await api.ok("allocations/list", reservation=reservation["id"]))["items"][0]
     with psycopg.connect(dsn.owner, autocommit=True) as conn:
         idle_node = insert_node(conn, row[0], 1, 8)
+    start = (api.context.clock.now() + timedelta(days=14)).isoformat()
+    maintenance = await api.ok(
+        "maintenance/create", nodes=[idle_node.public_id], start=start, duration_s=3600, reason="fans"
+    )
     device = (await api.ok("devices/list", pool="h100"))["items"][0]
     idle_device = (await api.ok("devices/list", node=idle_node.public_id))["items"][0]
     token = await api.ok("joinTokens/create", pool="h100")
@@ -120,6 +125,7 @@ async def make_world(api: Api, dsn: Dsn) -> World:
         reservation=reservation["id"],
         waiting=waiting["id"],
         series=series["id"],
+        maintenance=maintenance["items"][0]["id"],
     )
 
 
@@ -205,6 +211,11 @@ def _examples_of_the_fleet(w: World) -> dict[str, dict[str, Any]]:
         "nodes/revoke": {"node": w.idle_node, "reason": "stolen"},
         "nodes/decommission": {"node": w.idle_node, "reason": "old"},
         "nodes/forceDecommission": {"node": w.idle_node, "reason": "burnt"},
+        "maintenance/create": {"nodes": [w.node], "duration_s": 60, "earliest": True, "reason": "fans"},
+        "maintenance/get": {"id": w.maintenance},
+        "maintenance/list": {},
+        "maintenance/extend": {"id": w.maintenance, "end": w.in_minutes(60 * 24 * 30)},
+        "maintenance/cancel": {"id": w.maintenance},
         "devices/get": {"device": w.device},
         "devices/list": {"pool": "h100"},
         "devices/share": {"device": w.idle_device, "time_slots": 4},

@@ -23,7 +23,7 @@ from controlplane.api.calls import (
 )
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, NodeName, Ref
-from controlplane.db import certificates, node_views, nodes, places
+from controlplane.db import certificates, maintenance, node_views, nodes, places
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
 from controlplane.errors import Conflict, Invalid
@@ -278,6 +278,7 @@ def _uncordon(tx: Tx, call: Call, typed: NodeAct, target: Target[NodeRow]) -> Ou
     node = _lock(tx, target.row)
     if node.cordoned:
         nodes.set_cordon(tx, node.node_id, cordoned=False)
+        maintenance.forget_cordon(tx, node.node_id)
         lifecycle.tell(tx, node, "uncordoned")
         enqueue(tx, "pool", [str(node.pool_id)])
     return _done(tx, call, target.row)
