@@ -32,6 +32,12 @@ BIND_ATTEMPTS_MAX = 2
 RELEASE_PATIENCE = timedelta(seconds=15)
 
 
+def late_from(reservation: Reservation) -> datetime:
+    """From when on who is in the way of a placed reservation is late; until then it is handed on in the usual time."""
+    assert reservation.window_start is not None, "placed"
+    return reservation.window_start + RELEASE_PATIENCE
+
+
 def end(
     tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime, *, cause: EndCause, detail: str = ""
 ) -> bool:

@@ -20,6 +20,7 @@ from controlplane.capacity.place import (
     plan_and_lock,
 )
 from controlplane.db import ledger, reservations, views
+from controlplane.db.maintenance import load_back_by
 from controlplane.db.queue import enqueue
 from controlplane.db.spans import decode_spans
 from controlplane.db.time import load_now
@@ -178,7 +179,8 @@ def repair(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) 
     """Move a locked `placed` reservation whose nodes cannot take it, to nodes that can, in the same window.
 
     The nodes cannot take it when they are not schedulable, when GPUs are not healthy, or when an
-    overrun hold is in the way of a window that is open.
+    overrun hold has been in the way of a window that is open for longer than letting go takes. A node
+    in maintenance that ends before the window begins is expected back.
 
     Nothing is held yet, so nothing is lost; if no other nodes are free it stays where it is. True if it moved.
 
@@ -188,13 +190,17 @@ def repair(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) 
     booked = {booking.node_id: booking for booking in ledger.load_bookings(tx, reservation.reservation_id)}
     nodes = views.load_node_views(tx, reservation.pool_id, list(booked))
     healthy = {id_: len(ledger.load_uuids_in(tx, id_, b.spans, healthy=True)) for id_, b in booked.items()}
+    assert reservation.window_start is not None, "placed"
+    back = load_back_by(tx, list(booked), reservation.window_start)
     broken = len(nodes) != reservation.nodes or any(
-        not view.placeable or healthy[view.node_id] < _gpus_in(reservation, booked[view.node_id]) for view in nodes
+        view.node_id not in back
+        and (not view.placeable or healthy[view.node_id] < _gpus_in(reservation, booked[view.node_id]))
+        for view in nodes
     )
     if not broken:
         if reservations.set_condition(tx, reservation.reservation_id, "impaired", present=False):
             announce(tx, reservation, "condition", condition="impaired", present=False)
-        if "waiting_for_release" not in reservation.conditions:
+        if "waiting_for_release" not in reservation.conditions or now < ending.late_from(reservation):
             return False
     plan = plan_and_lock(tx, tools, reservation.pool_id, _remaining_request(reservation, now), now)
     if isinstance(plan, NoPlan):

@@ -189,6 +189,21 @@ def page_open(tx: Tx, after: int, limit: int) -> list[int]:
     ]
 
 
+def load_back_by(tx: Tx, node_ids: Sequence[int], at: datetime) -> set[int]:
+    """Those of the nodes that are in maintenance now and will be back by then."""
+    return {
+        row[0]
+        for row in tx.tuples(
+            """
+            select node_id from maintenance
+            where node_id = any(%(nodes)s) and state = 'open'
+            group by node_id having max(upper(during)) <= %(at)s
+            """,
+            {"nodes": list(node_ids), "at": at},
+        )
+    }
+
+
 def load_open_on(tx: Tx, node_id: int) -> list[int]:
     """What is not over on a node."""
     return [

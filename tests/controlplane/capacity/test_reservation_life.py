@@ -287,6 +287,7 @@ async def test_a_waiting_reservation_moves_where_there_is_room(dsn: Dsn) -> None
         await fleet.step(first)
         later = await fleet.step(later)
         assert later.conditions == ["waiting_for_release"]
+        fleet.advance(15)
         node = fleet.add_node()
         later = await fleet.step(later)
         later = await fleet.step(later)

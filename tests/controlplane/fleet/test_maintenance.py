@@ -204,6 +204,27 @@ async def test_the_node_is_cordoned_from_the_start_to_the_end(dsn: Dsn) -> None:
         assert (await step(fleet, row)).state == "done"
 
 
+async def test_who_begins_after_the_window_is_neither_moved_nor_impaired(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        later = await fleet.reserve(8, start_s=3 * HOUR, duration_s=HOUR)
+        fleet.add_node()
+        (row,) = await plan(fleet, on=[0], start_s=HOUR, hours=2)
+        fleet.advance(HOUR)
+        await step(fleet, row)
+        # it is rebooted, and a GPU is out
+        fleet.execute("update node set connectivity = 'unreachable' where node_id = %s", fleet.nodes[0].node_id)
+        fleet.execute("update device set health = 'missing' where slot = 3 and node_id = %s", fleet.nodes[0].node_id)
+        later = await fleet.step(later)
+        assert later.conditions == []
+        where = "select node_id from booking where reservation_id = %s"
+        assert fleet.execute(where, later.reservation_id) == [(fleet.nodes[0].node_id,)]
+        # what takes longer than until then is a reason to move
+        fleet.advance(2 * HOUR)
+        await step(fleet, row)
+        await fleet.step(later)
+        assert fleet.execute(where, later.reservation_id) == [(fleet.nodes[1].node_id,)]
+
+
 async def test_a_cordon_of_somebody_else_stays(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         fleet.execute("update node set cordoned = true, cordon_reason = 'noise'")
