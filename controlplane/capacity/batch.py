@@ -113,7 +113,7 @@ def place_batch(
             reasons[row.reservation_id] = Pending(plan.detail, plan.earliest)
         else:
             planned.append(commitment(tools, row, plan))
-    done = _commit_all(tx, tools, pool_id, planned, now)
+    done = commit_all(tx, tools, pool_id, planned, now)
     placed = {commitment.reservation_id for commitment in done}
     for row in asked:
         if row.reservation_id not in placed:
@@ -140,7 +140,7 @@ def _short(book: QuotaBook, row: Reservation, now: datetime) -> str | None:
     return None if short is None else short.detail
 
 
-def _commit_all(
+def commit_all(
     tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], now: datetime
 ) -> Sequence[Commitment]:
     """Commit what can be committed of these plans; returns those that were."""

@@ -2,9 +2,8 @@
 
 The windows of a series do not overlap, so none is in another's way and each is planned on the ledger
 as it is. A window is planned first on the nodes of the one before it: who comes back tomorrow finds
-today's files. As everywhere, the plans are made without locks; then the nodes of all of them are
-locked in the order of their ids, and each window is planned once more on its nodes as they are. Who
-was faster costs a new transaction.
+today's files. The plans are made without locks and committed together, as the batch placer does it;
+who was faster costs a new transaction.
 
 Only windows that are still to begin are placed, so nothing is held here.
 """
@@ -14,15 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from controlplane.capacity.place import (
-    Contended,
-    announce,
-    book_plan,
-    placement_request,
-)
+from controlplane.capacity.batch import commit_all
+from controlplane.capacity.place import Contended, commitment
 from controlplane.capacity.quota import open_quotas
-from controlplane.db import ledger, reservations, views
-from controlplane.db.queue import schedule
+from controlplane.db import reservations
 from controlplane.model.planner import NoPlan, Plan, plan_placement
 from controlplane.model.requests import InvalidRequest, check_limits
 
@@ -30,12 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
+    from controlplane.capacity.place import LedgerTools
+    from controlplane.db.placements import Commitment
     from controlplane.db.reservations import NewReservation, Reservation
     from controlplane.db.tx import Tx
     from controlplane.model.nodeview import NodeView
     from controlplane.model.recurrence import Occurrence
     from controlplane.model.requests import PlacementRequest, WindowLimits
-    from shared.ids import IdSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +78,27 @@ def _plan_one(
     return Refused(plan.detail) if isinstance(plan, NoPlan) else plan
 
 
-@dataclass(frozen=True, slots=True)
-class NewWindows:
-    """What the windows of a new series have in common: `series` is its public id, `template` a draft without times."""
-
-    series: str
-    template: NewReservation
-
-
 def place_windows(
-    tx: Tx, ids: IdSource, new: NewWindows, planned: Sequence[tuple[Occurrence, Plan | Refused]], now: datetime
+    tx: Tx,
+    tools: LedgerTools,
+    template: NewReservation,
+    planned: Sequence[tuple[Occurrence, Plan | Refused]],
+    now: datetime,
 ) -> list[Reservation | Refused]:
-    """Book every window that has a plan and for which the quota has room.
+    """Book every window that has a plan and for which the quota has room; `template` is a draft without times.
 
     Raises:
         Contended: somebody was faster; nothing may be kept of this transaction.
     """
     outcomes: list[Reservation | Refused] = []
-    drafted: list[tuple[Reservation, Plan]] = []
-    quota = open_quotas(tx, [new.template])
+    drafted: list[Commitment] = []
+    quota = open_quotas(tx, [template])
     for occurrence, plan in planned:
         if isinstance(plan, Refused):
             outcomes.append(plan)
             continue
         draft = replace(
-            new.template, public_id=ids.new("rsv"), starts_at=occurrence.start, duration_s=occurrence.seconds
+            template, public_id=tools.ids.new("rsv"), starts_at=occurrence.start, duration_s=occurrence.seconds
         )
         short = quota.take(draft, plan.window)
         if short is not None:
@@ -115,25 +106,8 @@ def place_windows(
             continue
         reservation = reservations.insert_draft(tx, draft)
         outcomes.append(reservation)
-        drafted.append((reservation, plan))
-    nodes = sorted({part.node_id for _, plan in drafted for part in plan.parts})
-    ledger.lock_nodes(tx, nodes)
-    fresh = {view.node_id: view for view in views.load_node_views(tx, new.template.pool_id, nodes)}
-    for reservation, plan in drafted:
-        on = [fresh[part.node_id] for part in plan.parts if part.node_id in fresh]
-        _book(tx, new, reservation, on, now)
+        drafted.append(commitment(tools, reservation, plan))
+    if len(commit_all(tx, tools, template.pool_id, drafted, now)) < len(drafted):
+        raise Contended("windows")
     quota.write(tx)
     return outcomes
-
-
-def _book(tx: Tx, new: NewWindows, reservation: Reservation, nodes: Sequence[NodeView], now: datetime) -> None:
-    """Plan a draft once more on its locked nodes, and book it."""
-    plan = plan_placement(placement_request(reservation), nodes, now, None)
-    if isinstance(plan, NoPlan):
-        raise Contended("nodes")
-    start, end = plan.window.start, plan.window.end
-    book_plan(tx, reservation, plan)
-    placed = reservations.mark_placed(tx, reservation.reservation_id, "draft", start=start, end=end, now=now)
-    assert placed, "drafted in this transaction"
-    announce(tx, reservation, "placed", start=start.isoformat(), series=new.series)
-    schedule(tx, "reservation", str(reservation.reservation_id), start)

@@ -34,7 +34,7 @@ from controlplane.api.groups.series_structs import (
 )
 from controlplane.api.zones import UnknownZone, load_zone, zone_names
 from controlplane.capacity import end as ending
-from controlplane.capacity.series import NewWindows, Refused, place_windows, plan_windows
+from controlplane.capacity.series import Refused, place_windows, plan_windows
 from controlplane.db import outbox, reservations
 from controlplane.db import series as db_series
 from controlplane.db.time import load_now
@@ -165,7 +165,7 @@ def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> 
     if given.all_or_nothing:
         _check_all(asked.occurrences, plans)
     planned = list(zip(asked.occurrences, plans, strict=True))
-    outcomes = place_windows(tx, call.context.ids, NewWindows(public_id, template), planned, now)
+    outcomes = place_windows(tx, call.context.tools, template, planned, now)
     if given.all_or_nothing or all(isinstance(outcome, Refused) for outcome in outcomes):
         _check_all(asked.occurrences, outcomes)
     series_id = db_series.insert_series(

@@ -190,25 +190,9 @@ def rule_as_asked(given: Rule, first: date) -> dict[str, object]:
     return {**asked, "first_date": first.isoformat()}
 
 
-_RULE_FIELDS = (
-    "gpus",
-    "nodes",
-    "topology",
-    "whole_node",
-    "vcpus",
-    "memory_mib",
-    "offering",
-    "from_time",
-    "to_time",
-    "to_days",
-    "duration_s",
-    "every",
-    "interval",
-    "days",
-    "first_date",
-    "until",
-    "count",
-)
+# What has a place of its own in the answer, or is not of the rule.
+_SHOWN_BESIDE = frozenset({"idempotency_key", "pool", "time_zone"})
+_RULE_FIELDS = tuple(field for field in Rule.__struct_fields__ if field not in _SHOWN_BESIDE)
 
 
 def _time(text: str) -> time:
