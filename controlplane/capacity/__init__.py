@@ -6,7 +6,9 @@
     specs      a node's desired state, written whole and signed
     evidence   what nodes signed: the only way to `active` and to `released`
     end        causes and releases
-    lifecycle  what the clock makes due, and repair
+    lifecycle  what the clock makes due
+    repair     what is broken is told, what has not begun is moved
+    replace    what is broken of one that runs is replaced, at its holder's word
     waiting    the queue of a pool
     windows    another end for a window, with the same devices or not at all
 

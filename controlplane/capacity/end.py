@@ -46,6 +46,9 @@ def end(
         return False
     settle_quota(tx, reservation, now)
     open_holds = ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
+    if not open_holds:
+        # quota comes before node in the lock order
+        give_back_quota(tx, reservation)
     nodes = ledger.lock_nodes(tx, [hold.node_id for hold in open_holds])
     if not reservations.mark_releasing(tx, reservation.reservation_id, cause=cause, detail=detail, now=now):
         return False
@@ -53,13 +56,23 @@ def end(
     ledger.cut_bookings(tx, reservation.reservation_id, now)
     for node_id in sorted(nodes):
         write_spec(tx, node_id, signer=tools.signer, now=now)
-    if reservation.active_at is not None:
+    if reservation.billed_from is not None:
         reservations.record_usage(tx, reservation.reservation_id, end=now)
     announce(tx, reservation, "releasing", cause=cause, detail=detail)
     schedule(tx, "reservation", str(reservation.reservation_id), now + RELEASE_PATIENCE)
     # what is left of the window is free in the plan, so a later one may fit
     wake_waiting(tx, reservation.pool_id)
+    if not open_holds:
+        # its only parts were dropped, and their nodes have let go already
+        _close(tx, reservation, cause, now)
     return True
+
+
+def _close(tx: Tx, reservation: Reservation, cause: EndCause | None, now: datetime) -> None:
+    """The last hold of a `releasing` reservation is gone, and its quota is given back."""
+    ledger.close_bookings(tx, reservation.reservation_id)
+    reservations.mark_ended(tx, reservation.reservation_id, "releasing", "released", now=now)
+    announce(tx, reservation, "released", cause=cause)
 
 
 def cancel(
@@ -102,10 +115,11 @@ def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: A
     """One hold has been given up (its row says `released`); True if that was the last one.
 
     Drops the tombstone, returns the node's counters, lets those bind who waited for it, and ends or
-    requeues the reservation. The reservation is locked.
+    requeues the reservation, unless it is only a part of it that was replaced. The reservation is locked.
     """
     # quota comes before node in the lock order, so it is asked first whether this is the last hold
-    last = not ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
+    ending = reservation.state == "releasing"
+    last = ending and not ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
     if last:
         give_back_quota(tx, reservation)
     node = ledger.lock_nodes(tx, [hold.node_id])[hold.node_id]
@@ -120,19 +134,18 @@ def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: A
     if not last:
         wake_waiting(tx, reservation.pool_id)
         return False
-    ledger.close_bookings(tx, reservation.reservation_id)
     if (
         reservation.end_cause == "bind_failed"
         and reservation.starts_at is None
         and reservation.bind_attempts < BIND_ATTEMPTS_MAX
     ):
+        ledger.close_bookings(tx, reservation.reservation_id)
         reservations.mark_queued(
             tx, reservation.reservation_id, "releasing", reason=f"bind failed: {reservation.end_detail}"
         )
         announce(tx, reservation, "queued", reason=f"bind failed: {reservation.end_detail}")
         wake_waiting(tx, reservation.pool_id)
         return True
-    reservations.mark_ended(tx, reservation.reservation_id, "releasing", "released", now=now)
-    announce(tx, reservation, "released", cause=reservation.end_cause)
+    _close(tx, reservation, reservation.end_cause, now)
     wake_waiting(tx, reservation.pool_id)
     return True

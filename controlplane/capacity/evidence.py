@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.capacity import end as ending
 from controlplane.capacity.place import announce
+from controlplane.capacity.replace import drop_unbound
 from controlplane.db import ledger, reservations
 from controlplane.model.evidence import Applied, Refused
 
@@ -57,12 +58,18 @@ def apply_failed(
     *,
     now: datetime,
 ) -> Applied | Refused:
-    """Take the node's word that it could not bind: the reservation ends by tombstone on all its nodes."""
+    """Take the node's word that it could not bind: the reservation ends by tombstone on all its nodes.
+
+    One that was active loses that replacement alone.
+    """
     if (failed.incarnation, failed.generation) < (hold.incarnation, hold.generation):
         return Refused(f"signed for generation {failed.generation}, assigned in {hold.generation}")
     if hold.state != "binding" or reservation.state != "binding":
         return Applied(news=False)
     detail = f"{failed.code}: {failed.detail}"
+    if reservation.active_at is not None:
+        drop_unbound(tx, tools, reservation, [hold.node_id], now, detail=detail)
+        return Applied(news=True)
     return Applied(news=ending.end(tx, tools, reservation, now, cause="bind_failed", detail=detail))
 
 

@@ -1,41 +1,29 @@
 """One step of a reservation's life by the clock: window opens, bind times out, window closes, queue expires.
 
 `step` is what the reservation reconciler runs for a key. It takes no input but the rows, does the
-one thing that is due, and says when to look again.
+one thing that is due, and says when to look again. How a reservation fares on its nodes is `capacity.repair`'s.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.capacity import end as ending
-from controlplane.capacity.place import (
-    BIND_TIMEOUT,
-    announce,
-    bind,
-    book_plan,
-    placement_request,
-    plan_and_lock,
-)
-from controlplane.db import ledger, reservations, views
-from controlplane.db.maintenance import load_back_by
+from controlplane.capacity.place import BIND_TIMEOUT, announce, bind
+from controlplane.capacity.repair import tend_held, tend_placed
+from controlplane.capacity.replace import drop_unbound
+from controlplane.db import ledger, reservations
 from controlplane.db.queue import enqueue
-from controlplane.db.spans import decode_spans
 from controlplane.db.time import load_now
-from controlplane.model.planner import NoPlan
-from controlplane.model.units import touched_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
     from controlplane.capacity.place import LedgerTools
-    from controlplane.db.ledger import Booking
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
-    from controlplane.model.requests import PlacementRequest
     from controlplane.model.states import ReservationState
 
 # A hold in the way is announced by its release; this is the safety net.
@@ -83,14 +71,18 @@ def _step_queued(tx: Tx, _: LedgerTools, reservation: Reservation, now: datetime
 def _step_placed(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
     assert reservation.window_start is not None, "a CHECK keeps placed rows with a window"
     if reservation.window_end is not None and reservation.window_end <= now:
-        ending.cancel(
-            tx, reservation, now, state="expired", cause=None, detail="its window passed while its GPUs were held"
-        )
+        broken = reservation.impaired_reason
+        why = f"its nodes were broken: {broken}" if broken else "its GPUs were held"
+        ending.cancel(tx, reservation, now, state="expired", cause=None, detail=f"its window passed while {why}")
         return NOTHING_DUE
-    if repair(tx, tools, reservation, now):
+    tended = tend_placed(tx, tools, reservation, now)
+    if tended.moved:
         return timedelta(0)
+    if tended.broken:
+        # not even when its window opens: what would be bound is not there
+        return _next_look(now, tended.look_at, reservation.window_end)
     if now < reservation.window_start:
-        return reservation.window_start - now
+        return _next_look(now, reservation.window_start, tended.look_at)
     outcome = bind(tx, tools, reservation, now)
     if outcome == "bound":
         return _next_look(now, now + BIND_TIMEOUT, reservation.window_end)
@@ -124,25 +116,31 @@ def _step_binding(tx: Tx, tools: LedgerTools, reservation: Reservation, now: dat
     if reservation.window_end is not None and reservation.window_end <= now:
         ending.end(tx, tools, reservation, now, cause="window_ended")
         return NOTHING_DUE
-    assert reservation.bind_deadline is not None, "set with the state"
-    if now < reservation.bind_deadline:
-        return _next_look(now, reservation.bind_deadline, reservation.window_end)
+    deadline = reservation.bind_deadline
+    # without a deadline nothing is binding: a replacement failed, and the holder may ask for another
+    if deadline is None or now < deadline:
+        return _next_look(now, deadline, reservation.window_end, tend_held(tx, reservation, now))
+    if reservation.active_at is not None:
+        late = [
+            hold.node_id for hold in ledger.load_allocations(tx, reservation.reservation_id) if hold.state == "binding"
+        ]
+        drop_unbound(tx, tools, reservation, late, now, detail="the node did not confirm in time")
+        return _next_look(now, reservation.window_end)
     ending.end(tx, tools, reservation, now, cause="bind_failed", detail="the node did not confirm in time")
     return NOTHING_DUE
 
 
-def _next_look(now: datetime, deadline: datetime, window_end: datetime | None) -> timedelta:
-    """A bound reservation is not looked at before, so a window that is shorter than the deadline counts too."""
-    return (deadline if window_end is None else min(deadline, window_end)) - now
+def _next_look(now: datetime, *instants: datetime | None) -> timedelta | None:
+    """How long until the first of these: nobody looks before, so each that may be due counts."""
+    first = min((instant for instant in instants if instant is not None), default=None)
+    return NOTHING_DUE if first is None else first - now
 
 
 def _step_active(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
-    if reservation.window_end is None:
+    if reservation.window_end is not None and reservation.window_end <= now:
+        ending.end(tx, tools, reservation, now, cause="window_ended")
         return NOTHING_DUE
-    if now < reservation.window_end:
-        return reservation.window_end - now
-    ending.end(tx, tools, reservation, now, cause="window_ended")
-    return NOTHING_DUE
+    return _next_look(now, reservation.window_end, tend_held(tx, reservation, now))
 
 
 def _step_releasing(tx: Tx, _: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
@@ -153,66 +151,6 @@ def _step_releasing(tx: Tx, _: LedgerTools, reservation: Reservation, now: datet
     if reservations.set_condition(tx, reservation.reservation_id, "overrun", present=True):
         announce(tx, reservation, "condition", condition="overrun", present=True)
     return NOTHING_DUE
-
-
-def _remaining_request(reservation: Reservation, now: datetime) -> PlacementRequest:
-    """The reservation's window as booked, or what is left of it once it is open."""
-    request = placement_request(reservation)
-    assert reservation.window_start is not None, "placed"
-    opened = reservation.window_start <= now
-    start = now if opened else reservation.window_start
-    return replace(
-        request,
-        start=None if opened else start,
-        duration=None if reservation.window_end is None else reservation.window_end - start,
-    )
-
-
-def _gpus_in(reservation: Reservation, booking: Booking) -> int:
-    """GPUs that a part of a reservation has any of."""
-    return (
-        reservation.gpus_per_node if reservation.whole_node else touched_slots(decode_spans(booking.spans)).bit_count()
-    )
-
-
-def repair(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> bool:
-    """Move a locked `placed` reservation whose nodes cannot take it, to nodes that can, in the same window.
-
-    The nodes cannot take it when they are not schedulable, when GPUs are not healthy, or when an
-    overrun hold has been in the way of a window that is open for longer than letting go takes. A node
-    in maintenance that ends before the window begins is expected back.
-
-    Nothing is held yet, so nothing is lost; if no other nodes are free it stays where it is. True if it moved.
-
-    Raises:
-        Contended: a guard refused the move.
-    """
-    booked = {booking.node_id: booking for booking in ledger.load_bookings(tx, reservation.reservation_id)}
-    nodes = views.load_node_views(tx, reservation.pool_id, list(booked))
-    healthy = {id_: len(ledger.load_uuids_in(tx, id_, b.spans, healthy=True)) for id_, b in booked.items()}
-    assert reservation.window_start is not None, "placed"
-    back = load_back_by(tx, list(booked), reservation.window_start)
-    broken = len(nodes) != reservation.nodes or any(
-        view.node_id not in back
-        and (not view.placeable or healthy[view.node_id] < _gpus_in(reservation, booked[view.node_id]))
-        for view in nodes
-    )
-    if not broken:
-        if reservations.set_condition(tx, reservation.reservation_id, "impaired", present=False):
-            announce(tx, reservation, "condition", condition="impaired", present=False)
-        if "waiting_for_release" not in reservation.conditions or now < ending.late_from(reservation):
-            return False
-    plan = plan_and_lock(tx, tools, reservation.pool_id, _remaining_request(reservation, now), now)
-    if isinstance(plan, NoPlan):
-        if broken and reservations.set_condition(tx, reservation.reservation_id, "impaired", present=True):
-            announce(tx, reservation, "condition", condition="impaired", present=True)
-        return False
-    ledger.close_bookings(tx, reservation.reservation_id)
-    book_plan(tx, reservation, plan)
-    reservations.move_window(tx, reservation.reservation_id, start=plan.window.start, end=plan.window.end)
-    reservations.set_condition(tx, reservation.reservation_id, "impaired", present=False)
-    announce(tx, reservation, "condition", condition="impaired", present=False, moved=True)
-    return True
 
 
 _STEPS: dict[ReservationState, Callable[[Tx, LedgerTools, Reservation, datetime], timedelta | None]] = {

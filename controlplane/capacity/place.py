@@ -116,14 +116,18 @@ def plan_and_lock(
     *,
     horizon: datetime | None = None,
     without: Collection[int] = (),
+    lock_too: Collection[int] = (),
 ) -> Plan | NoPlan:
-    """Plan from the pool's index, and lock the nodes of the plan.
+    """Plan from the pool's index, and lock the nodes of the plan, with others that the caller is about to change.
 
     Raises:
         Contended: a node has changed since it was planned on; a new transaction reads it again.
     """
     plan = tools.indexes.plan(tx, pool_id, request, now, horizon=horizon, without=without)
     if not isinstance(plan, NoPlan):
+        if lock_too:
+            # all at once, for the order of the locks
+            ledger.lock_nodes(tx, [*lock_too, *(part.node_id for part in plan.parts)])
         _lock_nodes(tx, pool_id, plan)
     return plan
 

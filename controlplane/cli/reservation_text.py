@@ -89,6 +89,7 @@ def pairs_of(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("name", found["name"]),
         ("state", found["state"]),
         ("conditions", ", ".join(found["conditions"])),
+        ("impaired", found["impaired_reason"]),
         ("reason", found["pending_reason"]),
         ("could start", _estimate(found)),
         ("priority", str(found["priority"]) if found["priority"] else ""),
@@ -126,6 +127,8 @@ def next_steps(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     devices = [part["cdi_device"] for part in found["parts"] if part["cdi_device"]]
     if found["state"] == "active" and devices:
         steps.append(("use it", f"podman run --rm --device {devices[0]} IMAGE"))
+    if found["state"] in ("binding", "active") and found["impaired_reason"]:
+        steps.append(("replace what is broken", f"bcctl reservations repair {found['id']}"))
     if found["state"] not in ENDED and found["state"] != "releasing":
         steps.append(("let it go", f"bcctl reservations release {found['id']}"))
     return steps

@@ -33,6 +33,14 @@ class StoredSection:
     news: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ScalarsSet:
+    """What came of noting a machine's vCPUs and memory: `short` if more is held than there is."""
+
+    short: bool
+    changed: bool
+
+
 def load_inventory(tx: Tx, node_id: int, *, always: bool) -> list[StoredSection]:
     """The node's inventory, with bodies if any section is news, or `always`."""
     return tx.rows(
@@ -182,19 +190,23 @@ def replace_links(tx: Tx, node_id: int, links: Sequence[LinkFacts]) -> None:
     )
 
 
-def set_scalars(tx: Tx, node_id: int, *, vcpus: int, memory_mib: int) -> bool:
-    """Note what the machine has; says whether more is held than that."""
-    held = tx.tuples(
+def set_scalars(tx: Tx, node_id: int, *, vcpus: int, memory_mib: int) -> ScalarsSet:
+    """Note what the machine has."""
+    found = tx.rows(
+        ScalarsSet,
         """
+        with before as (select vcpu_total, memory_mib_total from node_capacity where node_id = %(node)s)
         insert into node_capacity as k (node_id, vcpu_total, memory_mib_total)
         values (%(node)s, %(vcpus)s, %(memory)s)
         on conflict (node_id) do update
           set vcpu_total = excluded.vcpu_total, memory_mib_total = excluded.memory_mib_total
-        returning vcpu_held > vcpu_total or memory_mib_held > memory_mib_total
+        returning vcpu_held > vcpu_total or memory_mib_held > memory_mib_total as short,
+          (select (vcpu_total, memory_mib_total) from before)
+            is distinct from (vcpu_total, memory_mib_total) as changed
         """,
         {"node": node_id, "vcpus": vcpus, "memory": memory_mib},
     )
-    return held[0][0]
+    return found[0]
 
 
 # --- views -----------------------------------------------------------------------------------

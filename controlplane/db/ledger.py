@@ -159,35 +159,65 @@ def cut_bookings(tx: Tx, reservation_id: int, now: datetime) -> None:
     close_bookings(tx, reservation_id, future_only_after=now)
 
 
-def close_bookings(tx: Tx, reservation_id: int, *, future_only_after: datetime | None = None) -> int:
+def close_bookings(
+    tx: Tx,
+    reservation_id: int,
+    *,
+    future_only_after: datetime | None = None,
+    on_nodes: Sequence[int] | None = None,
+) -> int:
     """Move the reservation's bookings to history; with `future_only_after`, only those that start then or later."""
     return tx.execute(
         """
         with gone as (
           delete from booking
           where reservation_id = %(id)s and (%(after)s::timestamptz is null or lower(during) >= %(after)s)
+            and (%(nodes)s::int4[] is null or node_id = any(%(nodes)s))
           returning booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at
         )
         insert into booking_history
           (booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at)
         select * from gone
         """,
-        {"id": reservation_id, "after": future_only_after},
+        {
+            "id": reservation_id,
+            "after": future_only_after,
+            "nodes": None if on_nodes is None else list(on_nodes),
+        },
     )
 
 
-def load_uuids_in(tx: Tx, node_id: int, spans: str, *, healthy: bool = False) -> list[str]:
-    """UUIDs of the node's live devices of which the spans have any part, in slot order; the healthy ones if asked."""
+def retire_bookings(tx: Tx, reservation_id: int, node_ids: Sequence[int], now: datetime) -> int:
+    """Move the bookings on some nodes to history, as used until now: others have them from here on."""
+    return tx.execute(
+        """
+        with gone as (
+          delete from booking where reservation_id = %(id)s and node_id = any(%(nodes)s)
+          returning booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at
+        )
+        insert into booking_history
+          (booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at)
+        select booking_id, reservation_id, pool_id, node_id, purpose, spans,
+               case when lower(during) < %(now)s then during * tstzrange(null, %(now)s, '[)') else during end,
+               vcpus, memory_mib, created_at
+        from gone
+        """,
+        {"id": reservation_id, "nodes": list(node_ids), "now": now},
+    )
+
+
+def load_uuids_in(tx: Tx, node_id: int, spans: str) -> list[str]:
+    """UUIDs of the node's live devices of which the spans have any part, in slot order."""
     return [
         row[0]
         for row in tx.tuples(
             """
             select uuid from device
-            where node_id = %(node)s and retired_at is null and (not %(healthy)s or health = 'healthy')
+            where node_id = %(node)s and retired_at is null
               and int4range(slot * 48, (slot + 1) * 48) && %(spans)s::int4multirange
             order by slot
             """,
-            {"node": node_id, "spans": spans, "healthy": healthy},
+            {"node": node_id, "spans": spans},
         )
     ]
 
@@ -318,6 +348,21 @@ def load_nodes_held(tx: Tx, reservation_ids: Sequence[int]) -> list[int]:
     ]
 
 
+def load_unbound(tx: Tx, reservation_id: int) -> list[int]:
+    """The nodes that were told to bind for the reservation and never did, in id order."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select distinct node_id from allocation
+            where reservation_id = %(id)s and bound_at is null and state in ('releasing', 'released')
+            order by node_id
+            """,
+            {"id": reservation_id},
+        )
+    ]
+
+
 def load_open_on_node(tx: Tx, node_id: int) -> list[Allocation]:
     """What the node holds or should hold, tombstones included, oldest first."""
     return tx.rows(
@@ -350,17 +395,23 @@ def mark_bound(tx: Tx, allocation_id: int, *, envelope: bytes, cdi_name: str, no
     )
 
 
-def mark_allocations_releasing(tx: Tx, reservation_id: int, *, now: datetime) -> list[int]:
-    """Turn the open allocations into tombstones-to-be; returns their node ids. Specs must be written next."""
+def mark_allocations_releasing(
+    tx: Tx, reservation_id: int, *, now: datetime, on_nodes: Sequence[int] | None = None
+) -> list[int]:
+    """Turn the standing allocations (those on some nodes) into tombstones-to-be; returns their node ids.
+
+    Specs must be written next.
+    """
     return [
         row[0]
         for row in tx.tuples(
             """
             update allocation set state = 'releasing', releasing_at = %(now)s
             where reservation_id = %(id)s and state in ('binding', 'bound')
+              and (%(nodes)s::int4[] is null or node_id = any(%(nodes)s))
             returning node_id
             """,
-            {"id": reservation_id, "now": now},
+            {"id": reservation_id, "now": now, "nodes": None if on_nodes is None else list(on_nodes)},
         )
     ]
 
@@ -419,21 +470,5 @@ def load_waiting_for(tx: Tx, node_id: int, now: datetime) -> list[int]:
             order by r.reservation_id
             """,
             {"node": node_id, "now": now},
-        )
-    ]
-
-
-def load_placed_on(tx: Tx, node_id: int, *, limit: int) -> list[int]:
-    """Reservations that are placed and not yet bound on this node: what repair looks at."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            """
-            select distinct r.reservation_id
-            from booking b join reservation r using (reservation_id)
-            where b.node_id = %(node)s and b.live and r.state = 'placed'
-            order by r.reservation_id limit %(limit)s
-            """,
-            {"node": node_id, "limit": limit},
         )
     ]

@@ -421,55 +421,21 @@ def load_holders(tx: Tx, node_id: int) -> list[Holder]:
     )
 
 
-def load_placed_on(tx: Tx, node_ids: Sequence[int]) -> list[int]:
-    """Reservations that are placed, and not bound yet, on any of these nodes: what repair looks at."""
+def load_booked_on(tx: Tx, node_ids: Sequence[int], *, impaired: bool | None = None) -> list[int]:
+    """Reservations that have something on any of these nodes, or will have: whom it concerns how the node fares.
+
+    With `impaired`, only those that are, or are not.
+    """
     return [
         row[0]
         for row in tx.tuples(
             """
             select distinct r.reservation_id
             from booking b join reservation r using (reservation_id)
-            where b.node_id = any(%(nodes)s) and b.live and r.state = 'placed'
+            where b.node_id = any(%(nodes)s) and b.live and r.state in ('placed', 'binding', 'active')
+              and (%(impaired)s::bool is null or ('impaired' = any(r.conditions)) = %(impaired)s)
             order by r.reservation_id
             """,
-            {"nodes": list(node_ids)},
+            {"nodes": list(node_ids), "impaired": impaired},
         )
     ]
-
-
-_IMPAIRED = """exists (
-  select from allocation a join node_capacity k using (node_id)
-  where a.reservation_id = r.reservation_id and a.released_at is null
-    and ((a.vcpus > 0 and k.vcpu_held > k.vcpu_total)
-      or (a.memory_mib > 0 and k.memory_mib_held > k.memory_mib_total)
-      or (select count(*) from device d
-          where d.node_id = a.node_id and d.uuid = any(a.device_uuids) and d.retired_at is null
-            and d.health = 'healthy') < cardinality(a.device_uuids)))"""
-
-
-def load_impairment_changes(tx: Tx, node_id: int) -> list[int]:
-    """Reservations bound on the node whose condition `impaired` no longer says what is."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            f"""
-            select r.reservation_id from reservation r
-            where r.state in ('binding', 'active')
-              and r.reservation_id in (select a.reservation_id from allocation a
-                                       where a.node_id = %(node)s and a.released_at is null)
-              and ('impaired' = any(r.conditions)) <> {_IMPAIRED}
-            order by r.reservation_id
-            """,
-            {"node": node_id},
-        )
-    ]
-
-
-def is_impaired(tx: Tx, reservation_id: int) -> bool:
-    """Whether a bound reservation holds a GPU that is not healthy, or more than a node still has."""
-    return bool(
-        tx.value(
-            f"select {_IMPAIRED} from reservation r where r.reservation_id = %(id)s",
-            {"id": reservation_id},
-        )
-    )

@@ -114,6 +114,22 @@ def schedule(tx: Tx, queue: Queue, key: str, due: datetime) -> None:
     )
 
 
+def schedule_many(tx: Tx, queue: Queue, keys: Iterable[str], after_s: float) -> None:
+    """As `schedule`, for many keys that are all due so many seconds from now."""
+    unique = sorted(set(keys))
+    if unique:
+        tx.execute(
+            """
+            insert into work_queue as w (queue, key, shard, due_at)
+            select %(queue)s, key, shard, compute_now() + make_interval(secs => %(after)s)
+            from unnest(%(keys)s::text[], %(shards)s::int2[]) as t (key, shard) order by key
+            on conflict (queue, key) do update
+              set generation = w.generation + 1, due_at = least(w.due_at, excluded.due_at)
+            """,
+            {"queue": queue, "keys": unique, "shards": [shard_of(key) for key in unique], "after": after_s},
+        )
+
+
 def enqueue_missing(tx: Tx, queue: Queue, keys: Iterable[str]) -> int:
     """Have each key run soon, without new information: one that is backing off goes on backing off.
 

@@ -22,9 +22,9 @@ COLUMNS = """
   r.reservation_id, r.public_id, r.tenant_id, r.project_id, r.pool_id, r.offering_id, r.name, r.state, r.nodes,
   r.gpus_per_node, r.vcpus_per_node, r.memory_mib_per_node, r.topology, r.whole_node, r.starts_at, r.duration_s,
   lower(r.during) as window_start, upper(r.during) as window_end, r.queue_deadline, r.bind_deadline, r.bind_attempts,
-  r.conditions, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at, r.placed_at,
-  r.active_at, r.releasing_at, r.ended_at, r.selector, r.strategy, r.priority, r.estimated_start, r.parts,
-  r.borrows, r.preempting, r.preempted_for, r.charged_from, compute_now() as read_at
+  r.conditions, r.impaired_reason, r.pending_reason, r.end_cause, r.end_detail, r.created_by, r.version, r.created_at,
+  r.placed_at, r.active_at, r.billed_from, r.releasing_at, r.ended_at, r.selector, r.strategy, r.priority,
+  r.estimated_start, r.parts, r.borrows, r.preempting, r.preempted_for, r.charged_from, compute_now() as read_at
 """
 
 
@@ -63,6 +63,7 @@ class Reservation:
     bind_deadline: datetime | None
     bind_attempts: int
     conditions: list[str]
+    impaired_reason: str
     pending_reason: str
     end_cause: EndCause | None
     end_detail: str
@@ -71,6 +72,7 @@ class Reservation:
     created_at: datetime
     placed_at: datetime | None
     active_at: datetime | None
+    billed_from: datetime | None
     releasing_at: datetime | None
     ended_at: datetime | None
     selector: list[str]
@@ -238,9 +240,8 @@ def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reaso
             """
             update reservation
             set state = 'queued', pending_reason = %(reason)s, estimated_start = null, during = null,
-                placed_at = null, bind_deadline = null,
-                active_at = null, releasing_at = null, end_cause = null, end_detail = '', conditions = '{}',
-                version = version + 1
+                placed_at = null, bind_deadline = null, active_at = null, billed_from = null, releasing_at = null,
+                end_cause = null, end_detail = '', conditions = '{}', impaired_reason = '', version = version + 1
             where reservation_id = %(id)s and state = %(leaving)s
             """,
             {"id": reservation_id, "leaving": leaving, "reason": reason},
@@ -318,7 +319,8 @@ def mark_active_if_bound(tx: Tx, reservation_id: int, *, now: datetime) -> bool:
         tx.execute(
             """
             update reservation r
-            set state = 'active', active_at = %(now)s, bind_deadline = null, version = version + 1
+            set state = 'active', active_at = coalesce(active_at, %(now)s), billed_from = %(now)s, bind_deadline = null,
+                version = version + 1
             where r.reservation_id = %(id)s and r.state = 'binding'
               and (select count(*) from allocation a
                    where a.reservation_id = r.reservation_id and a.state = 'bound') = r.nodes
@@ -403,12 +405,12 @@ def set_condition(tx: Tx, reservation_id: int, condition: ReservationCondition, 
 
 
 def record_usage(tx: Tx, reservation_id: int, *, end: datetime) -> int:
-    """Write what the reservation used, from `active` to `end`; returns the number of meters written."""
+    """Write what the reservation used and was not written yet, up to `end`; returns the number of meters written."""
     return tx.execute(
         """
         insert into usage_window (reservation_id, tenant_id, project_id, pool_id, meter, quantity, during)
         select r.reservation_id, r.tenant_id, r.project_id, r.pool_id, m.meter, m.quantity,
-               tstzrange(r.active_at, %(end)s, '[)')
+               tstzrange(r.billed_from, %(end)s, '[)')
         from reservation r
         join pool p on p.pool_id = r.pool_id
         cross join lateral (
@@ -421,7 +423,7 @@ def record_usage(tx: Tx, reservation_id: int, *, end: datetime) -> int:
                  split_part(part, '=', 2)::int4 * r.nodes
           from unnest(r.parts) part
         ) as m (meter, quantity)
-        where r.reservation_id = %(id)s and r.active_at is not null and r.active_at < %(end)s and m.quantity > 0
+        where r.reservation_id = %(id)s and r.billed_from < %(end)s and m.quantity > 0
         """,
         {"id": reservation_id, "end": end},
     )

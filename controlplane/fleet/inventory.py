@@ -86,13 +86,13 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
         uuid, owner, name = taken[0]
         return Derived(problem=f"{uuid} is a GPU of {owner} ({name}) already", taken=True)
     replaced = _write_devices(tx, ids, node.node_id, plan)
-    short = devices.set_scalars(tx, node.node_id, vcpus=inventory.host.vcpus, memory_mib=inventory.host.memory_mib)
-    conditions = _find_conditions(plan, misfit, short=short)
+    totals = devices.set_scalars(tx, node.node_id, vcpus=inventory.host.vcpus, memory_mib=inventory.host.memory_mib)
+    conditions = _find_conditions(plan, misfit, short=totals.short)
     synced = nodes.sync_conditions(tx, node.node_id, owned=OWNED, wanted=conditions)
     return Derived(
         problem=misfit,
         new_gpus=bool(plan.added),
-        changed=bool(plan.added or plan.changed or synced),
+        changed=bool(plan.added or plan.changed or totals.changed or synced),
         conditions=[*replaced, *synced],
     )
 

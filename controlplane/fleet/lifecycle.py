@@ -18,15 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from controlplane.capacity.place import announce
 from controlplane.capacity.specs import write_spec
-from controlplane.db import commands, devices, nodes, outbox, reservations
+from controlplane.db import backing, commands, devices, nodes, outbox
 from controlplane.db.nodes import NODE_SLOT, Condition, ConditionChange
-from controlplane.db.queue import enqueue
+from controlplane.db.queue import enqueue, schedule_many
 from controlplane.db.time import load_now
 from controlplane.fleet import acceptance, inventory
 from controlplane.fleet.commands import queue_command
 from controlplane.fleet.status import apply_status
+from controlplane.model.backing import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,23 +41,12 @@ if TYPE_CHECKING:
 # Who ordered what nobody asked for; the name that the audit log would show.
 SYSTEM = "system:lifecycle"
 DRAINED = "drained"
+# Of those that a node which is back may take; the others are found by their own looks.
+WOKEN_MAX = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """What a step leaves to do after its commit.
-
-    Attributes:
-        acted: something was written that others wait for: ring.
-        impairment: reservations whose condition `impaired` is to be set or cleared.
-    """
-
-    acted: bool = False
-    impairment: Sequence[int] = ()
-
-
-def step(tx: Tx, tools: LedgerTools, node_id: int) -> Stepped:
-    """Do what is due for one node.
+def step(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
+    """Do what is due for one node; says whether anything was written that others wait for.
 
     Raises:
         UuidRace: nothing may be kept of this transaction.
@@ -65,15 +54,14 @@ def step(tx: Tx, tools: LedgerTools, node_id: int) -> Stepped:
     """
     node = nodes.lock_lifecycle(tx, node_id)
     if node is None or node.provision_state == "decommissioned":
-        return Stepped()
+        return False
     run = _Step(tx, tools, node)
     run.connect()
     run.take_reports()
     run.notice_drained()
     run.tell_conditions()
-    impairment = nodes.load_impairment_changes(tx, node_id)
     run.wake()
-    return Stepped(run.acted, impairment)
+    return run.acted
 
 
 def tell(tx: Tx, node: LifecycleNode, what: str, **data: object) -> None:
@@ -84,16 +72,32 @@ def tell(tx: Tx, node: LifecycleNode, what: str, **data: object) -> None:
 
 
 def quarantine(tx: Tx, node: LifecycleNode, reason: str) -> bool:
-    """Take a locked node out of service; False if it was, or is not in any. `wake_placed` comes last."""
+    """Take a locked node out of service; False if it was, or is not in any. `wake_booked` comes last."""
     if not nodes.mark_quarantined(tx, node.node_id, reason=reason):
         return False
     tell(tx, node, "quarantined", reason=reason)
     return True
 
 
-def wake_placed(tx: Tx, node_id: int) -> None:
-    """Have repair look at what is to start on a node that takes no placements any more."""
-    enqueue(tx, "reservation", map(str, nodes.load_placed_on(tx, [node_id])))
+def wake_booked(tx: Tx, node_id: int, *, impaired: bool | None = None) -> None:
+    """Have those looked at that have something on a node, or will: it fares differently.
+
+    With `impaired`, only those that are, or are not. Locks rows that many wait for, so it comes late.
+    """
+    enqueue(tx, "reservation", map(str, nodes.load_booked_on(tx, [node_id], impaired=impaired)))
+
+
+def watch_booked(tx: Tx, node_ids: Sequence[int]) -> None:
+    """Have those looked at that have something on silent nodes, when these have been away for too long."""
+    booked = nodes.load_booked_on(tx, node_ids)
+    schedule_many(tx, "reservation", map(str, booked), PATIENCE.total_seconds())
+
+
+def wake_pool(tx: Tx, pool_id: int) -> None:
+    """A node takes placements again: have those looked at that wait for room, and those that are to be moved."""
+    enqueue(tx, "pool", [str(pool_id)])
+    impaired = backing.load_impaired_placed(tx, pool_id, limit=WOKEN_MAX)
+    enqueue(tx, "reservation", map(str, impaired))
 
 
 @dataclass(slots=True)
@@ -105,7 +109,8 @@ class _Step:
     node: LifecycleNode
     acted: bool = False
     room: bool = False
-    less: bool = False
+    changed: bool = False
+    back: bool = False
     changes: list[ConditionChange] = field(default_factory=list[ConditionChange])
 
     def tell(self, what: str, **data: object) -> None:
@@ -113,12 +118,12 @@ class _Step:
         self.acted = True
 
     def wake(self) -> None:
-        """Wake who waits for room in the pool, and who must be moved."""
+        """Wake who waits for room in the pool, and whom it concerns how the node fares."""
         if self.room:
-            enqueue(self.tx, "pool", [str(self.node.pool_id)])
-        if self.less:
-            wake_placed(self.tx, self.node.node_id)
-        self.acted |= self.room or self.less
+            wake_pool(self.tx, self.node.pool_id)
+        if self.changed or self.back:
+            wake_booked(self.tx, self.node.node_id, impaired=None if self.changed else True)
+        self.acted |= self.room or self.changed or self.back
 
     # --- connectivity ---
 
@@ -132,6 +137,7 @@ class _Step:
         if news:
             self.tell("connected", epoch=node.session_epoch, agent_version=said[1])
             self.room |= node.provision_state == "adopted"
+            self.back = True
 
     # --- status, inventory and acceptance ---
 
@@ -171,8 +177,8 @@ class _Step:
         if derived.problem and (derived.taken or not adopted):
             self._quarantine(derived.problem)
             return False
-        if adopted and derived.changed:
-            self.room = self.less = True
+        self.changed |= derived.changed
+        self.room |= adopted and derived.changed
         if adopted and derived.new_gpus:
             nodes.begin_acceptance(self.tx, node.node_id, "adopted")
             self.tell("adopting", reason="it has GPUs that were not accepted")
@@ -212,10 +218,10 @@ class _Step:
         self.changes += nodes.clear_conditions(tx, node.node_id, [inventory.REPLACED, "inventory_bad"])
         generation = write_spec(tx, node.node_id, signer=self.tools.signer, now=load_now(tx))
         self.tell("adopted", generation=generation)
-        self.room = True
+        self.room = self.back = True
 
     def _quarantine(self, reason: str) -> None:
-        self.less |= quarantine(self.tx, self.node, reason)
+        self.changed |= quarantine(self.tx, self.node, reason)
 
     # --- what people are told ---
 
@@ -242,21 +248,3 @@ class _Step:
 def _shown(change: ConditionChange) -> dict[str, object]:
     slot = None if change.slot == NODE_SLOT else change.slot
     return {"kind": change.kind, "slot": slot, "severity": change.severity, "reason": change.reason}
-
-
-# --- reservations on it ----------------------------------------------------------------------
-
-
-def update_impairment(tx: Tx, reservation_id: int) -> bool:
-    """Set or clear `impaired` on a bound reservation; says whether it changed.
-
-    A transaction of its own: the reservation comes before its nodes in the lock order.
-    """
-    reservation = reservations.lock_reservation(tx, reservation_id)
-    if reservation is None or reservation.state not in ("binding", "active"):
-        return False
-    impaired = nodes.is_impaired(tx, reservation_id)
-    if not reservations.set_condition(tx, reservation_id, "impaired", present=impaired):
-        return False
-    announce(tx, reservation, "condition", condition="impaired", present=impaired)
-    return True

@@ -2,8 +2,8 @@
 
 Both are operators' acts. A node that holds nothing and has nothing to come simply goes: its key is
 revoked, its GPUs are retired, its commands end. A node that will not come back goes by force: what
-was to start on it is queued again, what runs on it ends with the cause `node_decommissioned`, and its
-holds are released with the evidence `forced` and the operator's name.
+runs on it ends with the cause `node_decommissioned`, and its holds are released with the evidence
+`forced` and the operator's name. What was to begin on it keeps its other nodes, and repair moves it.
 
 A forced release is never made against a node that is connected: it can speak for itself, and a job
 may be running there.
@@ -14,12 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from controlplane.capacity import end as ending
-from controlplane.capacity.place import Contended, announce
-from controlplane.capacity.quota import give_back_quota, open_quotas
+from controlplane.capacity.place import Contended
+from controlplane.capacity.quota import open_quotas
 from controlplane.db import certificates, commands, devices, ledger, maintenance, nodes, reservations
-from controlplane.db.queue import enqueue
 from controlplane.fleet.commands import end as end_command
-from controlplane.fleet.lifecycle import tell
+from controlplane.fleet.lifecycle import tell, wake_booked
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -46,10 +45,11 @@ def decommission(tx: Tx, node: LifecycleNode, *, reason: str, now: datetime) -> 
         if locked is not None and locked.finished_at is None:
             delivered = locked.state != "queued"
             end_command(tx, locked, "indeterminate" if delivered else "cancelled", now=now, code=GONE)
+    wake_booked(tx, node.node_id)
 
 
 def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now: datetime) -> None:
-    """Let go of everything that a node holds or was to hold, as an operator's act.
+    """Let go of everything that a node holds, as an operator's act. What was to begin on it stays booked, to be moved.
 
     Raises:
         Contended: somebody placed something on it meanwhile; nothing may be kept of this transaction.
@@ -63,23 +63,10 @@ def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now:
     open_quotas(tx, found)
     ledger.lock_nodes(tx, [node_id, *ledger.load_nodes_held(tx, [row.reservation_id for row in found])])
     for reservation in found:
-        if reservation.state == "placed":
-            _unplace(tx, reservation)
-        else:
+        if reservation.state != "placed":
             force_release(tx, tools, reservation, node_id, principal=principal, now=now, cause="node_decommissioned")
-    if nodes.load_holders(tx, node_id):
+    if any(holder.state != "placed" for holder in nodes.load_holders(tx, node_id)):
         raise Contended("node")
-
-
-def _unplace(tx: Tx, reservation: Reservation) -> None:
-    """Take a placement apart that has not begun: it waits for room again, in the order in which it came."""
-    ledger.close_bookings(tx, reservation.reservation_id)
-    give_back_quota(tx, reservation)
-    reason = "its node was decommissioned"
-    reservations.mark_queued(tx, reservation.reservation_id, "placed", reason=reason)
-    announce(tx, reservation, "queued", reason=reason)
-    enqueue(tx, "reservation", [str(reservation.reservation_id)])
-    enqueue(tx, "pool", [str(reservation.pool_id)])
 
 
 def force_release(
@@ -94,13 +81,16 @@ def force_release(
 ) -> int:
     """Release what a locked reservation holds on one node; returns how many holds that were.
 
-    One that is still running ends first, on all its nodes; the others let go by their own word.
+    One that is still running there ends first, on all its nodes; the others let go by their own word. One that
+    had its part on this node replaced goes on elsewhere.
     """
     # the last hold gives the quota back, and a quota comes before the nodes that `end` locks
     open_quotas(tx, [reservation])
-    ending.end(tx, tools, reservation, now, cause=cause, detail=f"by {principal}")
+    holds = ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
+    if any(hold.node_id == node_id and hold.state in ("binding", "bound") for hold in holds):
+        ending.end(tx, tools, reservation, now, cause=cause, detail=f"by {principal}")
     released = 0
-    for hold in ledger.load_allocations(tx, reservation.reservation_id, open_only=True):
+    for hold in holds:
         if hold.node_id == node_id and ledger.mark_released_forced(
             tx, hold.allocation_id, principal=principal, now=now
         ):

@@ -39,7 +39,8 @@ RESERVATION_TRANSITIONS: dict[ReservationState, frozenset[ReservationState]] = {
     "queued": frozenset({"placed", "binding", "cancelled", "expired", "failed"}),
     "placed": frozenset({"binding", "queued", "cancelled", "failed", "expired"}),
     "binding": frozenset({"active", "releasing"}),
-    "active": frozenset({"releasing"}),
+    # back to `binding` while a broken part is replaced: `active` means that every node has signed
+    "active": frozenset({"binding", "releasing"}),
     "releasing": frozenset({"released", "queued"}),
     "released": frozenset(),
     "rejected": frozenset(),

@@ -19,6 +19,7 @@ import trio
 
 from controlplane.db import nodes, outbox
 from controlplane.db.queue import enqueue
+from controlplane.fleet.lifecycle import watch_booked
 from controlplane.reconcilers.reconciler import PeriodicJob
 from shared.wire import SESSION_LEASE_S
 
@@ -65,9 +66,8 @@ def judge_silence(tx: Tx, fence: Fence, watched_s: float) -> int:
             tx, "node.unreachable", node.public_id, {"name": node.name, "pool": node.pool_slug}, tenant_id=None
         )
     if silent:
-        # what was to start on them can perhaps start elsewhere
-        placed = nodes.load_placed_on(tx, [node.node_id for node in silent])
-        enqueue(tx, "reservation", map(str, placed))
+        # nearly all of them are back before anybody needs to do anything about it
+        watch_booked(tx, [node.node_id for node in silent])
     return len(silent)
 
 

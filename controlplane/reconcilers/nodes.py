@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from controlplane.db.nodes import page_ids
-from controlplane.fleet.lifecycle import step, update_impairment
+from controlplane.fleet.lifecycle import step
 from controlplane.queue.outcome import Done
 from controlplane.reconcilers.reconciler import Reconciler
 
@@ -21,9 +21,7 @@ def node_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
     """Does what is due for a node; every Hello, every changed section and every command's end enqueues it."""
 
     async def reconcile(key: str) -> Outcome:
-        stepped = await db.run_tx(step, tools, int(key))
-        for reservation_id in stepped.impairment:
-            await db.run_tx(update_impairment, reservation_id)
+        await db.run_tx(step, tools, int(key))
         return Done()
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:

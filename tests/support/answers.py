@@ -61,6 +61,7 @@ ACTIVE: dict[str, Any] = {
     "offering": None,
     "state": "active",
     "conditions": [],
+    "impaired_reason": "",
     "gpus": 2,
     "nodes": 1,
     "gpus_per_node": 2,

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from controlplane.capacity.lifecycle import step as step_reservation
 from controlplane.capacity.place import Placed, place
 from controlplane.db import inbox, reservations
 from controlplane.db.time import load_now
-from controlplane.fleet.lifecycle import step, update_impairment
+from controlplane.fleet.lifecycle import step
 from controlplane.reconcilers.inbox import process_report
 from shared.inventory import CheckResult, Diagnosis
 
@@ -22,9 +23,13 @@ PASSED = msgspec.json.encode(Diagnosis(checks=(CheckResult(name="nvml.driver", o
 
 
 async def run_step(fleet: Fleet, machine: Machine) -> None:
-    stepped = await fleet.run(step, fleet.tools, machine.node_id)
-    for reservation_id in stepped.impairment:
-        await fleet.run(update_impairment, reservation_id)
+    """Step the node, and then the reservations that are due, as the workers do."""
+    await fleet.run(step, fleet.tools, machine.node_id)
+    due = fleet.execute(
+        "delete from work_queue where queue = 'reservation' and due_at <= compute_now() returning key::int8"
+    )
+    for (reservation_id,) in sorted(due):
+        await fleet.run(step_reservation, fleet.tools, reservation_id)
 
 
 async def drain_inbox(fleet: Fleet, machine: Machine) -> None:

@@ -269,7 +269,9 @@ RULES: tuple[Rule, ...] = (
                       coalesce(r.state, 'which does not exist'))
         from allocation a left join reservation r using (reservation_id)
         where a.released_at is null and coalesce(r.state, '') <> all (
-          case when a.state = 'releasing' then array['releasing'] else array['binding', 'active'] end)
+          -- a part that was replaced lets go while the reservation goes on
+          case when a.state = 'releasing' then array['releasing', 'binding', 'active']
+               else array['binding', 'active'] end)
         """,
     ),
     Rule(
@@ -279,7 +281,9 @@ RULES: tuple[Rule, ...] = (
         select format('%s is %s over %s on %s nodes, booked so on %s', r.public_id, r.state, r.during, r.nodes,
                       count(b.booking_id))
         from reservation r left join booking b
-          on b.reservation_id = r.reservation_id and b.live and b.during = r.during and b.pool_id = r.pool_id
+          -- what was moved or replaced in an open window is booked from then on
+          on b.reservation_id = r.reservation_id and b.live and b.pool_id = r.pool_id
+         and lower(b.during) >= lower(r.during) and upper(b.during) is not distinct from upper(r.during)
         where r.state in ('placed', 'binding', 'active')
         group by r.reservation_id having count(b.booking_id) <> r.nodes
         """,
@@ -292,7 +296,11 @@ RULES: tuple[Rule, ...] = (
         from reservation r left join allocation a
           on a.reservation_id = r.reservation_id and a.released_at is null and a.state in ('binding', 'bound')
         where r.state in ('binding', 'active')
-        group by r.reservation_id having count(a.allocation_id) <> r.nodes
+        group by r.reservation_id
+        having count(a.allocation_id) > r.nodes
+            -- a replacement that did not bind is missing, and then nothing is due and the holder is told
+            or count(a.allocation_id) < r.nodes and not (r.state = 'binding' and r.active_at is not null
+              and 'impaired' = any(r.conditions))
         """,
     ),
     Rule(
@@ -342,11 +350,19 @@ RULES: tuple[Rule, ...] = (
           on u.reservation_id = r.reservation_id and u.meter like 'gpu.%' and u.meter not like '%.slot.%'
         where r.gpus_per_node > 0
         group by r.reservation_id
-        having case when r.state in ('releasing', 'released') and r.active_at < r.releasing_at
-                    then count(u.during) <> 1
-                      or min(lower(u.during)) <> r.active_at or min(upper(u.during)) <> r.releasing_at
-                      or min(u.quantity) <> r.gpus_per_node * r.nodes
-                    else count(u.during) > 0 end
+        having case
+          -- each replacement ends a window: they do not overlap, and lie within its active life
+          when exists (select from outbox o where o.subject = r.public_id and o.kind = 'reservation.moved'
+                                              and r.active_at is not null)
+            then min(u.quantity) <> r.gpus_per_node * r.nodes or max(u.quantity) <> r.gpus_per_node * r.nodes
+              or min(lower(u.during)) < r.active_at or max(upper(u.during)) > r.releasing_at
+              or sum(upper(u.during) - lower(u.during)) <> (
+                select sum(upper(m) - lower(m)) from unnest(range_agg(u.during)) m)
+          when r.state in ('releasing', 'released') and r.active_at < r.releasing_at
+            then count(u.during) <> 1
+              or min(lower(u.during)) <> r.active_at or min(upper(u.during)) <> r.releasing_at
+              or min(u.quantity) <> r.gpus_per_node * r.nodes
+          else count(u.during) > 0 end
         """,
     ),
     Rule(

@@ -270,7 +270,7 @@ def _cordon(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow
     nodes.set_cordon(tx, node.node_id, cordoned=True, reason=typed.reason)
     if not node.cordoned:
         lifecycle.tell(tx, node, "cordoned", reason=typed.reason)
-        lifecycle.wake_placed(tx, node.node_id)
+        lifecycle.wake_booked(tx, node.node_id)
     return _done(tx, call, target.row)
 
 
@@ -280,7 +280,7 @@ def _uncordon(tx: Tx, call: Call, typed: NodeAct, target: Target[NodeRow]) -> Ou
         nodes.set_cordon(tx, node.node_id, cordoned=False)
         maintenance.forget_cordon(tx, node.node_id)
         lifecycle.tell(tx, node, "uncordoned")
-        enqueue(tx, "pool", [str(node.pool_id)])
+        lifecycle.wake_pool(tx, node.pool_id)
     return _done(tx, call, target.row)
 
 
@@ -289,7 +289,7 @@ def _drain(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]
     nodes.set_cordon(tx, node.node_id, draining=True, reason=typed.reason)
     if not node.draining:
         lifecycle.tell(tx, node, "draining", reason=typed.reason)
-        lifecycle.wake_placed(tx, node.node_id)
+        lifecycle.wake_booked(tx, node.node_id)
         enqueue(tx, "node", [str(node.node_id)])
     return _done(tx, call, target.row)
 
@@ -300,7 +300,7 @@ def _undrain(tx: Tx, call: Call, typed: NodeAct, target: Target[NodeRow]) -> Out
         nodes.set_cordon(tx, node.node_id, draining=False)
         nodes.clear_conditions(tx, node.node_id, [lifecycle.DRAINED])
         lifecycle.tell(tx, node, "undrained")
-        enqueue(tx, "pool", [str(node.pool_id)])
+        lifecycle.wake_pool(tx, node.pool_id)
     return _done(tx, call, target.row)
 
 
@@ -310,7 +310,7 @@ def _quarantine(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[Nod
         reason = typed.reason or f"by {call.principal.name}"
         if not lifecycle.quarantine(tx, node, reason):
             raise Conflict(f"node: {node.name} is {node.provision_state}; there is nothing to quarantine", field="node")
-        lifecycle.wake_placed(tx, node.node_id)
+        lifecycle.wake_booked(tx, node.node_id)
     return _done(tx, call, target.row)
 
 
@@ -328,6 +328,7 @@ def _revoke(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow
     node = _lock(tx, target.row)
     if certificates.revoke_authorization(tx, node.node_id, reason=typed.reason or f"by {call.principal.name}"):
         lifecycle.tell(tx, node, "revoked", reason=typed.reason)
+        lifecycle.watch_booked(tx, [node.node_id])
     return _done(tx, call, target.row)
 
 

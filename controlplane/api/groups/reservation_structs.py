@@ -193,6 +193,9 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
     offering: str | None
     state: ReservationState
     conditions: list[str]
+    impaired_reason: Annotated[
+        str, msgspec.Meta(description="What is broken of what it has or will have, empty if nothing is.")
+    ]
     gpus: int
     nodes: int
     gpus_per_node: int
@@ -253,6 +256,7 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
         offering=names.offering,
         state=row.state,
         conditions=row.conditions,
+        impaired_reason=row.impaired_reason,
         gpus=row.gpus,
         nodes=row.nodes,
         gpus_per_node=row.gpus_per_node,

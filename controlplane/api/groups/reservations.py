@@ -28,7 +28,7 @@ from controlplane.api.groups.reservation_structs import (
     view_one,
 )
 from controlplane.capacity import end as ending
-from controlplane.capacity import windows
+from controlplane.capacity import replace, windows
 from controlplane.capacity.place import EARLIEST_HORIZON, Placed, announce, place
 from controlplane.capacity.place import placement_request as stored_request
 from controlplane.capacity.quota import window_of
@@ -316,6 +316,14 @@ def _aware(given: MoveEndInput) -> datetime:
     return given.end.astimezone(UTC)
 
 
+def _repair(tx: Tx, call: Call, _: ReleaseInput, target: Target[Reservation]) -> Outcome[ReservationView]:
+    row = _lock(tx, target)
+    refused = replace.replace_broken(tx, call.context.tools, row, row.read_at)
+    if refused is not None:
+        raise refused
+    return Outcome(data=view_one(tx, row.reservation_id))
+
+
 def _lock_as_read(tx: Tx, target: Target[Reservation]) -> Reservation:
     """The reservation that was decided on, unchanged since. Raises Conflict."""
     row = _lock(tx, target)
@@ -393,6 +401,16 @@ METHODS = (
         summary="Move the end earlier.",
         load=_load,
         perform=_shrink,
+    ),
+    Mutation(
+        group="reservations",
+        name="repair",
+        action="reservation.update",
+        input=ReleaseInput,
+        output=ReservationView,
+        summary="Replace what is broken of a reservation that runs, on other nodes, or refuse and change nothing.",
+        load=_load,
+        perform=_repair,
     ),
     Mutation(
         group="reservations",

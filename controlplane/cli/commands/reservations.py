@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # A node that is there signs within a second; one that is away may take days.
 _RELEASE_WAIT_S = 60
+# A node that has not confirmed a bind within five minutes is given up.
+_BIND_WAIT_S = 360
 _STATES = (
     "queued",
     "placed",
@@ -151,6 +153,20 @@ def extend(session: Session, *, reservation: str, until: datetime | None, by: in
 def shrink(session: Session, *, reservation: str, until: datetime | None, by: int | None) -> None:
     """Move the end earlier."""
     _move_end(session, "shrink", reservation, until=until, by=None if by is None else -by)
+
+
+@command.command("repair")
+@click.argument("reservation")
+@click.option("--timeout", type=DURATION, default=_BIND_WAIT_S, help="Stop waiting after this. [default: 6m]")
+@pass_session
+def repair(session: Session, *, reservation: str, timeout: int) -> None:
+    """Replace what is broken of a reservation that runs.
+
+    The parts that are well stay where they are. What is on the broken ones is given up, and what was to be used
+    there begins anew on other nodes; without room there, nothing changes.
+    """
+    asked = with_key({"id": reservation})
+    reserve.wait_and_show(session, lambda client: client.change("reservations/repair", asked), timeout=timeout)
 
 
 @command.command("evict")

@@ -237,7 +237,10 @@ async def test_a_node_that_will_not_come_back(dsn: Dsn) -> None:
         gone = await api.ok("nodes/forceDecommission", node=dead.public_id, reason="burnt down")
         assert sorted(gone["released"]) == sorted([gang.public_id, future.public_id, ending.public_id])
         states = [(await fleet.load(each.reservation_id)).state for each in (gang, future, ending)]
-        assert states == ["releasing", "queued", "released"]
+        # what was to begin keeps its other node, and is moved as soon as there is one for this part
+        assert states == ["releasing", "placed", "released"]
+        assert ("reservation", str(future.reservation_id)) in queued(fleet)
+        assert "the node is decommissioned" in (await fleet.step(future)).impaired_reason
         assert (await fleet.load(gang.reservation_id)).end_cause == "node_decommissioned"
         holds = {held.node_id: held for held in await fleet.holds(gang)}
         assert (holds[dead.node_id].release_evidence, holds[dead.node_id].forced_by is None) == ("forced", False)

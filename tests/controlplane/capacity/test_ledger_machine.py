@@ -28,13 +28,13 @@ from hypothesis.stateful import (
 
 from controlplane.capacity import end as ending
 from controlplane.capacity import windows
+from controlplane.capacity.lifecycle import step
 from controlplane.db import ledger, reservations
 from controlplane.db.pool import DatabaseStatistics
 from controlplane.db.time import load_now
 from controlplane.db.tx import run_transaction
 from controlplane.errors import Conflict, Invalid
 from controlplane.fleet import retire
-from controlplane.fleet.lifecycle import update_impairment
 from tests.support.ledgers import LedgerFleet, make_fleet
 from tests.support.referee import assert_at_rest, assert_sound
 
@@ -239,7 +239,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for (reservation,) in self.sql(
             "select distinct reservation_id from allocation where node_id = %s and released_at is null", node_id
         ):
-            self.run(update_impairment, reservation)
+            self.run(step, self.fleet.tools, reservation)
 
     def _set_node(self, node: int, query: str, value: object) -> None:
         self.sql(query, value, self.fleet.nodes[node].node_id)

@@ -69,8 +69,8 @@ async def test_conditions_follow_the_status_and_only_news_is_told(dsn: Dsn, tmp_
         await run_step(fleet, machine)
         assert conditions(fleet, machine) == []
         events = len(told(fleet))
-        stepped = await fleet.run(step, fleet.tools, machine.node_id)
-        assert (stepped.acted, len(told(fleet))) == (False, events)
+        acted = await fleet.run(step, fleet.tools, machine.node_id)
+        assert (acted, len(told(fleet))) == (False, events)
 
 
 async def test_what_an_earlier_session_said_counts_no_more_and_stays_known(dsn: Dsn, tmp_path: Path) -> None:
