@@ -330,7 +330,7 @@ begin
     when 'queued'    then '{placed,binding,cancelled,expired,failed}'::text[]
     when 'placed'    then '{binding,queued,cancelled,failed,expired}'::text[]
     when 'binding'   then '{active,releasing}'::text[]
-    when 'active'    then '{releasing}'::text[]
+    when 'active'    then '{binding,releasing}'::text[]
     when 'releasing' then '{released,queued}'::text[]
     else '{}'::text[]
   end)) then
@@ -1274,6 +1274,8 @@ CREATE TABLE public.reservation (
     preempting boolean DEFAULT false NOT NULL,
     preempted_for bigint,
     charged_from timestamp with time zone,
+    impaired_reason text DEFAULT ''::text NOT NULL,
+    billed_from timestamp with time zone,
     CONSTRAINT reservation_asks_something CHECK (((gpus_per_node > 0) OR (vcpus_per_node > 0) OR (memory_mib_per_node > 0) OR whole_node OR (cardinality(parts) > 0))),
     CONSTRAINT reservation_borrows_check CHECK ((borrows >= 0)),
     CONSTRAINT reservation_check1 CHECK (((state <> ALL (ARRAY['placed'::text, 'binding'::text, 'active'::text, 'releasing'::text, 'released'::text])) OR (during IS NOT NULL))),

@@ -17,6 +17,7 @@ from controlplane.capacity import end as ending
 from controlplane.capacity.place import Contended
 from controlplane.capacity.quota import open_quotas
 from controlplane.db import certificates, commands, devices, ledger, maintenance, nodes, reservations
+from controlplane.db.queue import enqueue
 from controlplane.fleet.commands import end as end_command
 from controlplane.fleet.lifecycle import tell, wake_booked
 

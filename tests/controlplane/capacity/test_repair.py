@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from controlplane.capacity.end import RELEASE_PATIENCE
 from controlplane.capacity.lifecycle import step
 from controlplane.capacity.repair import FAULTS_TOLD, RECHECK
 from controlplane.model.backing import PATIENCE
@@ -399,6 +400,9 @@ async def test_only_the_part_in_whose_way_a_hold_is_moves(dsn: Dsn) -> None:
         gang = await fleet.step(gang)
         assert gang.conditions == ["waiting_for_release"]
         fleet.add_node()
+        # letting go in the usual time is no reason to go elsewhere
+        assert booked_on(fleet, await fleet.step(gang)) == ["node-0", "node-1"]
+        fleet.advance(RELEASE_PATIENCE.total_seconds())
         gang = await fleet.step(gang)
         assert booked_on(fleet, gang) == ["node-1", "node-2"]
         (moved,) = told(fleet, gang, "moved")

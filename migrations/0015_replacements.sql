@@ -4,6 +4,7 @@
 alter table reservation add column billed_from timestamptz;
 update reservation set billed_from = active_at where state = 'active';
 
+-- As it was, and `active` may become `binding` again.
 create or replace function reservation_transition() returns trigger
 language plpgsql
 as $$
@@ -20,6 +21,13 @@ begin
     raise check_violation using
       message = format('reservation %s cannot go from %s to %s', old.public_id, old.state, new.state),
       constraint = 'reservation_transition';
+  end if;
+  if new.state = 'queued' then
+    new.borrows := 0;
+    new.charged_from := null;
+  elsif old.state in ('draft', 'queued') then
+    new.charged_from := lower(new.during);
+    new.preempting := false;
   end if;
   return new;
 end $$;
