@@ -13,7 +13,7 @@ a batch is signed for once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from controlplane.capacity.place import (
     BIND_TIMEOUT,
@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from controlplane.model.requests import WindowLimits
 
 
+# Why a reservation waits that no pass has looked at yet.
+NEW_IN_QUEUE: Final = "new in the queue"
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """How a batch went.
@@ -75,6 +79,7 @@ def place_batch(
     *,
     ids: Sequence[int],
     fence: Fence | None = None,
+    say_all: bool = True,
 ) -> Batch:
     """Place what fits of some reservations that are queued for a pool.
 
@@ -83,6 +88,7 @@ def place_batch(
     Args:
         ids: in the order of their turns.
         fence: the pool's lease.
+        say_all: note for everybody why it waits; otherwise for those alone for whom nothing was noted yet.
 
     Raises:
         StaleEpoch: the lease is somebody else's.
@@ -120,10 +126,13 @@ def place_batch(
             book.give_back(row)
     book.write(tx)
     # one that waits for borrowers to go has a better reason than what is short for now
-    _say_why(
-        tx, {row.reservation_id: why for row in rows if (why := reasons.get(row.reservation_id)) and not row.preempting}
-    )
+    heard = [row.reservation_id for row in rows if not row.preempting and (say_all or _is_new(row))]
+    _say_why(tx, {reservation_id: reasons[reservation_id] for reservation_id in heard if reservation_id in reasons})
     return Batch(len(rows), len(placed), len(planned) - len(done))
+
+
+def _is_new(row: Reservation) -> bool:
+    return not row.pending_reason or row.pending_reason.startswith(NEW_IN_QUEUE)
 
 
 def _beyond(limits: WindowLimits, row: Reservation, now: datetime) -> str | None:
@@ -176,7 +185,6 @@ def _say_why(tx: Tx, reasons: dict[int, Pending]) -> None:
     """Note why reservations wait, and tell those for whom it is news."""
     if not reasons:
         return
-    for reservation_id in waiting.set_pending_reasons(tx, reasons):
-        pending = reasons[reservation_id]
-        data = {"reason": pending.reason, "estimated_start": pending.estimated_start}
-        reservation_events.publish(tx, "queued", reservation_id, data)
+    news = waiting.set_pending_reasons(tx, reasons)
+    data = [{"reason": reasons[id_].reason, "estimated_start": reasons[id_].estimated_start} for id_ in news]
+    reservation_events.publish_all(tx, "queued", dict(zip(news, data, strict=True)))

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 CATCH_UP: Final = timedelta(milliseconds=250)
 # Half of what housekeeping keeps of the changes, so that no look can miss one.
 FORGET_AFTER: Final = timedelta(minutes=5)
-# Requests of a queue whose places are kept in a pass; all behind them wait. To find the earliest start on a full pool
-# of 10,000 nodes takes some 50 ms.
-PLACES_KEPT_MAX: Final = 32
+# Gangs of a queue for whose first start a pass looks; all behind them wait. It takes some 50 ms on a full pool of
+# 10,000 nodes, where requests of one node cost as much once for each shape.
+GANGS_LOOKED_FOR_MAX: Final = 16
 # Beyond this, reading all nodes costs no more than reading so many by their ids.
 RELOAD_NODES: Final = 2_000
 
@@ -67,6 +67,7 @@ class _Pool:
     # in a pass: plans of those ahead who cannot start yet, and shapes of requests for which no start is known
     kept: list[Plan] = field(default_factory=list["Plan"])
     endless: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
+    gangs: int = 0
 
 
 class PoolIndexes:
@@ -141,7 +142,7 @@ class PoolIndexes:
             made: list[Plan | NoPlan] = []
             ours = self._open(tx, pool)
             for request in requests:
-                if len(pool.kept) == PLACES_KEPT_MAX:
+                if pool.gangs == GANGS_LOOKED_FOR_MAX:
                     made.append(_BEHIND)
                     continue
                 plan = index.plan(request, now, None, without=pool.shut)
@@ -157,9 +158,13 @@ class PoolIndexes:
         """Let go of the places that `plan_all` kept."""
         pool = self._pool(pool_id)
         with pool.lock:
-            pool.stale |= {part.node_id for plan in pool.kept for part in plan.parts}
+            if pool.index is not None:
+                pool.index.forget_starts()
+                for plan in pool.kept:
+                    pool.index.unbook(plan)
             pool.kept.clear()
             pool.endless.clear()
+            pool.gangs = 0
 
     def nodes(self, tx: Tx, pool_id: int, now: datetime) -> Sequence[NodeView]:
         """Every node of a pool as it is at this moment, those that may not be placed on too."""
@@ -277,14 +282,19 @@ class PoolIndexes:
 
 
 _BEHIND: Final = NoPlan(
-    PendingReason.BEHIND, f"waits behind the first {PLACES_KEPT_MAX} of the queue that cannot start yet", None
+    PendingReason.BEHIND,
+    f"waits behind the first {GANGS_LOOKED_FOR_MAX} gangs of the queue that cannot start yet",
+    None,
 )
 
 
 def _keep_place(pool: _Pool, request: PlacementRequest, refused: NoPlan, now: datetime, horizon: datetime) -> NoPlan:
     """Note the place at which a request that does not fit now could start first; the refusal, with that start."""
     ahead = len(pool.kept)
-    place = None if request in pool.endless else _index(pool).plan_earliest(request, now, horizon)
+    place = None
+    if request not in pool.endless:
+        pool.gangs += request.nodes > 1
+        place = _index(pool).plan_earliest(request, now, horizon)
     if place is None:
         # no start is known that those behind could delay: what is in the way has no end
         pool.endless.add(request)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from controlplane.db.packed import pack
 from shared.ids import new_id
 
 if TYPE_CHECKING:
@@ -24,10 +25,17 @@ def publish(tx: Tx, what: str, reservation_id: int, data: Mapping[str, object]) 
     Readers get, beside `data`: `pool` (slug), `gpu_model` (null in a CPU pool), `nodes` (names),
     `node_count`, `whole_node`, `gpus_per_node`, and `gpus`, `vcpus`, `memory_mib` over all nodes.
     """
+    publish_all(tx, what, {reservation_id: data})
+
+
+def publish_all(tx: Tx, what: str, events: Mapping[int, Mapping[str, object]]) -> None:
+    """Write one such event for each reservation, in their order, in one statement."""
+    if not events:
+        return
     tx.execute(
         """
         insert into outbox (event_id, kind, subject, tenant_id, data)
-        select %(event)s, %(kind)s, r.public_id, r.tenant_id, jsonb_build_object(
+        select e.event_id, %(kind)s, r.public_id, r.tenant_id, jsonb_build_object(
           'pool', p.slug, 'gpu_model', p.gpu_model, 'node_count', r.nodes, 'whole_node', r.whole_node,
           'gpus', r.gpus_per_node * r.nodes, 'gpus_per_node', r.gpus_per_node, 'vcpus', r.vcpus_per_node * r.nodes,
           'memory_mib', r.memory_mib_per_node * r.nodes,
@@ -38,15 +46,18 @@ def publish(tx: Tx, what: str, reservation_id: int, data: Mapping[str, object]) 
               union all
               select a.node_id from allocation a
               where a.reservation_id = r.reservation_id and a.releasing_at = r.releasing_at
-                and r.state in ('releasing', 'released'))), '[]')) || %(data)s::jsonb
-        from reservation r join pool p using (pool_id)
-        where r.reservation_id = %(reservation)s
+                and r.state in ('releasing', 'released'))), '[]')) || e.data::jsonb
+        from unnest(string_to_array(%(ids)s, ';')::int8[], string_to_array(%(event_ids)s, ';'),
+                    string_to_array(%(data)s, E'\x1e')) with ordinality as e (reservation_id, event_id, data, at)
+        join reservation r using (reservation_id) join pool p using (pool_id)
+        order by e.at
         """,
         {
-            "event": new_id("evt"),
             "kind": f"reservation.{what}",
-            "data": msgspec.json.encode(data).decode(),
-            "reservation": reservation_id,
+            "ids": pack(events),
+            "event_ids": pack(new_id("evt") for _ in events),
+            # a control character, which JSON never has as it is
+            "data": "\x1e".join(msgspec.json.encode(data).decode() for data in events.values()),
         },
     )
     tx.wake("bc_events")

@@ -13,6 +13,7 @@ may not be the first.
 from __future__ import annotations
 
 from bisect import insort
+from heapq import heappop, heapreplace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from controlplane.model.fit import Asked, fit_around, may_be_on, request_window
 from controlplane.model.instants import FOREVER, to_datetime, to_instant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from datetime import datetime
 
     from controlplane.model.nodeview import NodeView
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 # Every node of a pool of 10,000 can be tried; the worst case is some 50 ms, and only for a request that waits.
 STEPS_MAX = 400_000
 CHECK_STEPS = 20
+# Nodes that are looked at for one of many equal requests: a few, but for the first one on a full pool.
+LOOKS_MAX = 20_000
 
 
 def find_earliest(
@@ -43,6 +46,34 @@ def find_earliest(
     # A gang cannot start before as many nodes as it has parts have had their first start; one part starts there.
     start = firsts[-1] if request.nodes == 1 else search.find_common_start(firsts[-1])
     return None if start is None else to_datetime(start)
+
+
+class FirstStarts:
+    """The earliest starts of many equal requests of one node each, on nodes that fill up meanwhile.
+
+    Each node is filed under a start before which it cannot take one. Bookings that are added only make that later, so
+    the earliest of all is found by looking at those that are filed first; the pool is looked at as a whole but once.
+    """
+
+    def __init__(self, request: PlacementRequest, nodes: Iterable[NodeView], now: datetime, horizon: datetime) -> None:
+        self._search = _Search(request, nodes, now, horizon)
+        # ascending, so a heap
+        self._filed = self._search.bounds()
+
+    def find(self, get: Callable[[int], NodeView]) -> tuple[int, int] | None:
+        """The earliest start, an instant, and its node, as nodes are now; None if there is none."""
+        for _ in range(LOOKS_MAX):
+            if not self._filed:
+                return None
+            bound, node_id = self._filed[0]
+            start = self._search.first_start(get(node_id))
+            if start is None:
+                heappop(self._filed)
+            elif start > bound:
+                heapreplace(self._filed, (start, node_id))
+            else:
+                return start, node_id
+        return None
 
 
 class _Search:
@@ -61,6 +92,25 @@ class _Search:
             if may_be_on(request, node) and (starts := self._starts(node))
         ]
         self._nodes = sorted(firsts, key=itemgetter(0, 1))
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Of each node that may have one: when its first start is at the earliest, and its id; ascending."""
+        bounds = [(max(earliest, self._gpus_free_from(node)), node_id) for earliest, node_id, node in self._nodes]
+        return sorted(bound for bound in bounds if bound[0] <= self._horizon)
+
+    def _gpus_free_from(self, node: NodeView) -> int:
+        """When so many of the bookings that run now have ended that there are as many GPUs as are asked for."""
+        running = sorted(((end, slots) for slots, start, end in node.booked if start <= self._base < end), reverse=True)
+        taken = 0
+        for end, slots in running:
+            taken |= slots
+            if (node.healthy & ~taken).bit_count() < self._request.gpus_per_node:
+                return end
+        return self._base
+
+    def first_start(self, node: NodeView) -> int | None:
+        stuck = self._stuck(node)
+        return next((start for start in sorted(self._starts(node)) if self._fits(node, start, stuck)), None)
 
     def find_first_starts(self) -> list[int]:
         """The first start of each node, the earliest as many as the gang has parts, ascending."""

@@ -85,10 +85,21 @@ class PoolIndex:
         Args:
             only: the nodes to count it on, which were put in anew since it was booked.
         """
-        self._all.book(plan, only)
-        for ranking in self._selected.values():
-            if ranking is not self._all:
-                ranking.book(plan, only)
+        for ranking in self._rankings():
+            ranking.book(plan, only)
+
+    def unbook(self, plan: Plan) -> None:
+        """Take back what `book` counted of a plan for later."""
+        for ranking in self._rankings():
+            ranking.unbook(plan)
+
+    def forget_starts(self) -> None:
+        """Have `plan_earliest` look at everything anew: what was booked may be free again."""
+        for ranking in self._rankings():
+            ranking.forget_starts()
+
+    def _rankings(self) -> list[NodeRanking]:
+        return [self._all, *(ranking for ranking in self._selected.values() if ranking is not self._all)]
 
     # --- planning --------------------------------------------------------------------------------
 

@@ -27,13 +27,13 @@ from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from controlplane.model.earliest import find_earliest
-from controlplane.model.fit import fit_node, request_window, spread_rank
-from controlplane.model.instants import to_end, to_instant
-from controlplane.model.nvlink import choose_slots, largest_set
+from controlplane.model.earliest import FirstStarts, find_earliest
+from controlplane.model.fit import fit_node, request_window
+from controlplane.model.instants import to_datetime, to_end, to_instant
+from controlplane.model.kinds import Kind, RankedKind, Shape, idle_kind, kind_of, rank_kind
 from controlplane.model.planner import Plan, plan_nothing, plan_parts
 from controlplane.model.refusals import why_impossible
-from controlplane.model.taken import with_part
+from controlplane.model.taken import with_part, without_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
@@ -79,32 +79,10 @@ V = TypeVar("V")
 C = TypeVar("C", tuple[int, int], tuple[int, int, int])
 
 
-class _Kind(NamedTuple):
-    """Slots that may be given out now, and NVLink sets; `whole` if that is all that such a node has."""
-
-    free: int
-    groups: tuple[int, ...]
-    whole: bool
-
-
-class _Shape(NamedTuple):
-    """What of a request ranks kinds."""
-
-    gpus: int
-    one_set: bool
-    whole_node: bool
-    spread: bool
-
-
-class _Ranked(NamedTuple):
-    rank: tuple[int, ...]
-    kind: _Kind
-
-
 class _Filed(NamedTuple):
     """Under what a placeable node is filed, so that it can be found again when it changes."""
 
-    kind: _Kind
+    kind: Kind
     next_booking: int
     scalars: tuple[int, int, int]
     idle_from: int
@@ -119,18 +97,19 @@ class NodeRanking:
         self._nodes: dict[int, NodeView] = {}
         self._filed: dict[int, _Filed] = {}
         # (start of the next booking of a free slot, node id) of each kind, ascending.
-        self._now: dict[_Kind, list[tuple[int, int]]] = {}
+        self._now: dict[Kind, list[tuple[int, int]]] = {}
         # Kinds by rank for each shape, kinds without nodes too: they come back.
-        self._ranked: dict[_Shape, list[_Ranked]] = {}
+        self._ranked: dict[Shape, list[RankedKind]] = {}
         # For each number of free GPUs: (free vCPUs, free memory, node id), ascending.
         self._scalars: dict[int, list[tuple[int, int, int]]] = {}
         # Of healthy slots and sets: (minus the end of the last booking, node id), ascending.
-        self._idle: dict[_Kind, list[tuple[int, int]]] = {}
+        self._idle: dict[Kind, list[tuple[int, int]]] = {}
         # Of each day (`_EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending.
         self._busy: dict[int, list[tuple[int, int]]] = {}
         # Of each class of parts: (how many are not held, node id), ascending.
         self._parts: dict[str, list[tuple[int, int]]] = {}
         self._refused: dict[Hashable, tuple[int, NoPlan]] = {}
+        self._starts: dict[PlacementRequest, FirstStarts] = {}
         self._possible: dict[PlacementRequest, Impossible | None] = {}
         for node in nodes:
             self.put(node)
@@ -172,7 +151,7 @@ class NodeRanking:
 
     def _file(self, node: NodeView) -> None:
         node_id, free = node.node_id, node.healthy & ~node.held
-        kind = _kind_of(node)
+        kind = kind_of(node)
         filed = _Filed(
             kind=kind,
             next_booking=node.next_booking(free),
@@ -186,7 +165,7 @@ class NodeRanking:
             self._rank_new(kind)
         insort(self._now[kind], (filed.next_booking, node_id))
         insort(self._scalars.setdefault(free.bit_count(), []), filed.scalars)
-        insort(self._idle.setdefault(_idle_kind(node), []), (-filed.idle_from, node_id))
+        insort(self._idle.setdefault(idle_kind(node), []), (-filed.idle_from, node_id))
         for day, left in filed.days.items():
             insort(self._busy.setdefault(day, []), (left, node_id))
         for device_class, count in filed.parts.items():
@@ -199,7 +178,7 @@ class NodeRanking:
         kind = filed.kind
         _take_out(self._now[kind], (filed.next_booking, node_id))
         _take_out(self._scalars[kind.free.bit_count()], filed.scalars)
-        _take_out(self._idle[_idle_kind(self._nodes[node_id])], (-filed.idle_from, node_id))
+        _take_out(self._idle[idle_kind(self._nodes[node_id])], (-filed.idle_from, node_id))
         for day, left in filed.days.items():
             nodes = self._busy[day]
             _take_out(nodes, (left, node_id))
@@ -241,7 +220,7 @@ class NodeRanking:
             if fit.rank[:1] != best.rank[:1]:
                 break
             if fit.node.node_id not in busy and (
-                fit.rank[_QUALITY] == best.rank[_QUALITY] or len(self._now[_kind_of(fit.node)]) >= PLENTY
+                fit.rank[_QUALITY] == best.rank[_QUALITY] or len(self._now[kind_of(fit.node)]) >= PLENTY
             ):
                 return fit
         return best
@@ -251,13 +230,43 @@ class NodeRanking:
         return None if asked.starts_now and asked.start >= since + REFUSAL_LIFE else refused
 
     def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
-        """The plan for the earliest known start after now, as things are; None if there is none."""
+        """The plan for the earliest known start after now, as things are; None if there is none.
+
+        What was found for one request is kept for those like it until `forget_starts`; meanwhile nodes only fill up.
+        """
+        if request.nodes == 1:
+            return self._plan_earliest_of_one(request, now, horizon)
         start = find_earliest(request, self._nodes.values(), now, horizon)
         if start is None:
             return None
         asked = request_window(replace(request, start=start), now)
         best = list(islice(self._candidates(request, asked, _NOBODY), request.nodes))
         return plan_parts(request, best, asked) if len(best) == request.nodes else None
+
+    def _plan_earliest_of_one(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
+        starts = self._starts.get(request)
+        if starts is None:
+            starts = FirstStarts(request, self._nodes.values(), now, horizon)
+            _remember(self._starts, request, starts)
+        found = starts.find(self._nodes.__getitem__)
+        if found is None:
+            return None
+        start, node_id = found
+        asked = request_window(replace(request, start=to_datetime(start)), now)
+        fit = fit_node(request, self._nodes[node_id], asked)
+        return None if fit is None else plan_parts(request, [fit], asked)
+
+    def forget_starts(self) -> None:
+        self._starts.clear()
+
+    def unbook(self, plan: Plan) -> None:
+        """Take back what `book` counted of a plan for later."""
+        self._refused.clear()
+        start, end = to_instant(plan.window.start), to_end(plan.window.end)
+        for part in plan.parts:
+            node = self._nodes.get(part.node_id)
+            if node is not None:
+                self._put(without_part(node, part, start, end))
 
     def why_impossible(self, request: PlacementRequest) -> Impossible | None:
         """As `refusals.why_impossible`, on every node; remembered until the inventory changes."""
@@ -382,26 +391,26 @@ class NodeRanking:
 
     # --- ranking ---------------------------------------------------------------------------------
 
-    def _rank(self, request: PlacementRequest, *, idle: bool = False) -> list[_Ranked]:
-        shape = _Shape(
+    def _rank(self, request: PlacementRequest, *, idle: bool = False) -> list[RankedKind]:
+        shape = Shape(
             request.gpus_per_node, request.topology == "nvlink-all", request.whole_node, request.strategy == "spread"
         )
         if idle:
             # healthy slots and sets: a handful
-            return sorted(ranked for kind in self._idle if (ranked := _rank_kind(shape, kind)))
+            return sorted(ranked for kind in self._idle if (ranked := rank_kind(shape, kind)))
         ranked = self._ranked.get(shape)
         if ranked is None:
-            ranked = sorted(found for kind in self._now if (found := _rank_kind(shape, kind)))
+            ranked = sorted(found for kind in self._now if (found := rank_kind(shape, kind)))
             _remember(self._ranked, shape, ranked)
         return ranked
 
-    def _rank_new(self, kind: _Kind) -> None:
+    def _rank_new(self, kind: Kind) -> None:
         if len(self._now) >= KINDS_MAX:
             self._now = {known: nodes for known, nodes in self._now.items() if nodes}
             self._ranked.clear()
         self._now[kind] = []
         for shape, ranked in self._ranked.items():
-            found = _rank_kind(shape, kind)
+            found = rank_kind(shape, kind)
             if found is not None:
                 insort(ranked, found)
 
@@ -419,15 +428,6 @@ def _free_parts(node: NodeView) -> dict[str, int]:
     for part in node.shared.parts:
         free[part.device_class] = free.get(part.device_class, 0) + (not part.units & node.shared.held)
     return free
-
-
-def _kind_of(node: NodeView) -> _Kind:
-    free = node.healthy & ~node.held
-    return _Kind(free, node.groups, free == node.present)
-
-
-def _idle_kind(node: NodeView) -> _Kind:
-    return _Kind(node.healthy, node.groups, node.healthy == node.present)
 
 
 def _busy_days(node: NodeView) -> dict[int, int]:
@@ -450,18 +450,6 @@ def _busy_days(node: NodeView) -> dict[int, int]:
         days[_EVER_AFTER] = 0
     left = {day: (node.healthy & ~(slots | always)).bit_count() for day, slots in days.items()}
     return {day: count for day, count in left.items() if count}
-
-
-def _rank_kind(shape: _Shape, kind: _Kind) -> _Ranked | None:
-    """How good nodes of this kind are for the shape; None if they are not."""
-    if shape.whole_node:
-        size = kind.free.bit_count()
-        fits = kind.whole and size == shape.gpus and (not shape.one_set or largest_set(kind.free, kind.groups) == size)
-        return _Ranked((), kind) if fits else None
-    choice = choose_slots(kind.free, kind.groups, shape.gpus, one_set=shape.one_set)
-    if choice is None:
-        return None
-    return _Ranked(spread_rank(kind.free, choice.rank) if shape.spread else choice.rank, kind)
 
 
 def _refusal_key(request: PlacementRequest, asked: Asked, horizon: datetime | None) -> Hashable:

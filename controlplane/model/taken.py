@@ -1,9 +1,9 @@
-"""A node as it is once a part of a plan is taken of it."""
+"""A node as it is once a part of a plan is taken of it, or given back."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked
 from controlplane.model.shares import UnitsBooked, units_in
@@ -12,6 +12,8 @@ from controlplane.model.units import touched_slots
 if TYPE_CHECKING:
     from controlplane.model.planner import PlanPart
     from controlplane.model.shares import SharedGpus
+
+T = TypeVar("T")
 
 
 def with_part(node: NodeView, part: PlanPart, start: int, end: int, *, held: bool) -> NodeView:
@@ -49,3 +51,24 @@ def _with_units(shared: SharedGpus, part: PlanPart, start: int, end: int, *, hel
         return shared
     booked = (*shared.booked, UnitsBooked(units, start, end))
     return replace(shared, booked=booked, held=shared.held | units if held else shared.held)
+
+
+def without_part(node: NodeView, part: PlanPart, start: int, end: int) -> NodeView:
+    """The node as it was before the part of a plan was booked on it, but not held."""
+    shared = node.shared
+    if shared is not None and (units := units_in(part.spans, shared)):
+        shared = replace(shared, booked=_less(shared.booked, UnitsBooked(units, start, end)))
+    return replace(
+        node,
+        booked=_less(node.booked, Booked(touched_slots(part.spans), start, end)),
+        scalars_booked=_less(node.scalars_booked, ScalarBooked(part.vcpus, part.memory_mib, start, end)),
+        shared=shared,
+    )
+
+
+def _less(booked: tuple[T, ...], one: T) -> tuple[T, ...]:
+    """Without one of those that are equal, if there is one."""
+    if one not in booked:
+        return booked
+    at = booked.index(one)
+    return booked[:at] + booked[at + 1 :]

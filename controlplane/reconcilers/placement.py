@@ -39,6 +39,9 @@ from controlplane.queue.outcome import Outcome
 RECHECK_S: Final = 30.0
 # How soon a pool is tried again whose lease somebody else holds: a worker that was paused, or has just died.
 HELD_S: Final = 1.0
+# While a pool is busy, passes follow each other in milliseconds, and each finds other numbers and estimates.
+SAY_EVERY_S: Final = 10.0
+PAUSE_MAX_S: Final = 1.0
 # Those behind are looked at when these are fewer.
 LOOKED_AT_MAX: Final = 5_000
 # A pass plans each shape once and books batch by batch.
@@ -51,10 +54,18 @@ RELEASE_S: Final = 3.0
 def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, max_batch: int) -> Reconciler:
     """Gives queued reservations what there is, up to `max_batch` in a transaction, then makes room for owners."""
 
+    # when everybody in a pool's queue was last told why it waits
+    said: dict[int, float] = {}
+    # how long the last pass over a pool took
+    took: dict[str, float] = {}
+
     async def run_pass(pool_id: int, fence: Fence) -> Outcome:
         waiting = lost = 0
+        say_all = trio.current_time() >= said.get(pool_id, -SAY_EVERY_S) + SAY_EVERY_S
+        if say_all:
+            said[pool_id] = trio.current_time()
         for ids in _chunks(await db.run_tx(_load_order, pool_id), max_batch):
-            batch = await db.run_tx(place_batch, tools, pool_id, ids=ids, fence=fence)
+            batch = await db.run_tx(place_batch, tools, pool_id, ids=ids, fence=fence, say_all=say_all)
             waiting, lost = waiting + batch.waiting, lost + batch.lost
         if waiting:
             for owner in await db.run_tx(load_waiting_owners, pool_id, limit=OWNERS_PER_PASS):
@@ -65,13 +76,17 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         return Again(RECHECK_S) if waiting else Done()
 
     async def reconcile(key: str) -> Outcome:
+        # a busy pool asks for pass after pass: no more than half of the time is spent on them
+        await trio.sleep(min(took.get(key, 0.0), PAUSE_MAX_S))
         name = f"placer:{key}"
         epoch = await db.run_lease_tx(leases.acquire, name, worker_id, LEASE_S)
         if epoch is None:
             return Again(HELD_S)
+        began = trio.current_time()
         try:
             return await run_pass(int(key), Fence(name, worker_id, epoch))
         finally:
+            took[key] = trio.current_time() - began
             tools.indexes.end_pass(int(key))
             # otherwise it runs out by itself
             with trio.move_on_after(RELEASE_S, shield=True), suppress(*OPERATING_ERRORS):

@@ -29,6 +29,7 @@ from controlplane.api.groups.reservation_structs import (
 )
 from controlplane.capacity import end as ending
 from controlplane.capacity import replace, windows
+from controlplane.capacity.batch import NEW_IN_QUEUE
 from controlplane.capacity.place import EARLIEST_HORIZON, Placed, announce, place
 from controlplane.capacity.place import placement_request as stored_request
 from controlplane.capacity.quota import window_of
@@ -136,7 +137,7 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
             raise SoldOut(f"{ahead} others wait for this pool, and this one could delay them; wait with them")
         if ahead or _is_left_to_scheduler(call, given, row):
             _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
-            _queue(tx, row, f"{ahead} ahead in the queue" if ahead else "waits for the scheduler")
+            _queue(tx, row, f"{NEW_IN_QUEUE}, {ahead} ahead" if ahead else NEW_IN_QUEUE)
         else:
             result = place(tx, call.context.tools, row, row.read_at)
             if not isinstance(result, Placed):

@@ -56,7 +56,7 @@ async def test_who_waits_is_told_when_it_could_start(dsn: Dsn) -> None:
 async def test_a_new_request_that_could_be_in_the_way_takes_its_turn(dsn: Dsn) -> None:
     async with open_busy(dsn) as api:
         long = (await reserve(api, 4, duration_s=3 * HOUR)).data
-        assert (long["state"], long["pending_reason"]) == ("queued", "1 ahead in the queue")
+        assert (long["state"], long["pending_reason"]) == ("queued", "new in the queue, 1 ahead")
         impatient = await reserve(api, 4, duration_s=3 * HOUR, queue=False)
         assert impatient.code == "SOLD_OUT"
         assert impatient.message.startswith("2 others wait for this pool, and this one could delay them")
@@ -95,7 +95,7 @@ async def test_with_pool_lease_every_request_waits_for_the_scheduler(dsn: Dsn) -
         )
         object.__setattr__(api.context, "placer", "pool-lease")
         made = (await reserve(api, 1, duration_s=HOUR)).data
-        assert (made["state"], made["pending_reason"]) == ("queued", "waits for the scheduler")
+        assert (made["state"], made["pending_reason"]) == ("queued", "new in the queue")
         assert (await reserve(api, 1, duration_s=HOUR, queue=False)).data["state"] == "binding"
         assert (await reserve(api, 9, duration_s=HOUR)).code == "INVALID"
         await run_pass(api)

@@ -106,15 +106,29 @@ async def test_a_tenant_that_holds_nothing_goes_before_one_that_holds_half(dsn: 
         assert await states(fleet, *mine, theirs) == ["queued", "queued", "binding"]
 
 
-async def test_nobody_passes_those_whose_places_are_not_looked_for(dsn: Dsn, monkeypatch: Any) -> None:
-    monkeypatch.setattr("controlplane.capacity.indexes.PLACES_KEPT_MAX", 2)
-    async with open_fleet(dsn, nodes=1) as fleet:
+async def test_nobody_passes_gangs_whose_places_are_not_looked_for(dsn: Dsn, monkeypatch: Any) -> None:
+    monkeypatch.setattr("controlplane.capacity.indexes.GANGS_LOOKED_FOR_MAX", 2)
+    async with open_fleet(dsn, nodes=2) as fleet:
         await fleet.reserve(4, duration_s=2 * HOUR)
-        ids = [await queue(fleet, 8, duration_s=HOUR) for _ in range(3)]
+        ids = [await queue(fleet, 8, nodes=2, duration_s=HOUR) for _ in range(3)]
         small = await queue(fleet, 1, duration_s=HOUR)
         await run_pass(fleet)
         assert await states(fleet, *ids, small) == ["queued"] * 4
         assert (await fleet.load(small)).pending_reason.startswith("waits behind the first")
+
+
+async def test_many_places_are_kept_one_after_another(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        for gpus in (8, 8):
+            await fleet.reserve(gpus, duration_s=HOUR)
+        ids = [await queue(fleet, 8, duration_s=HOUR) for _ in range(6)]
+        await run_pass(fleet, max_batch=4)
+        starts = [(await fleet.load(reservation_id)).estimated_start for reservation_id in ids]
+        assert starts == [START + hours(number) for number in (1, 1, 2, 2, 3, 3)]
+        # let go of, and found again
+        fleet.tools.indexes.end_pass(fleet.pool_id)
+        await run_pass(fleet)
+        assert [(await fleet.load(reservation_id)).estimated_start for reservation_id in ids] == starts
 
 
 async def test_what_has_no_known_start_keeps_nobody_waiting(dsn: Dsn) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from controlplane.model.earliest import find_earliest
 from controlplane.model.index import PoolIndex
 from controlplane.model.instants import to_end, to_instant
 from controlplane.model.nodeview import Booked, NodeView
@@ -314,3 +315,24 @@ def test_what_is_impossible_never_fits_and_what_fits_an_empty_healthy_pool_is_po
         for node in pool
     ]
     assert (why_impossible(request, pool) is None) == isinstance(plan_placement(request, empty, NOW, None), Plan)
+
+
+@given(pools, st.lists(requests.filter(lambda request: request.nodes == 1), min_size=1, max_size=3), st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_places_that_are_kept_one_after_another_are_the_earliest_and_can_be_given_back(
+    pool: list[NodeView], asked: list[PlacementRequest], rounds: int
+) -> None:
+    index = PoolIndex(pool)
+    kept: list[Plan] = []
+    for request in asked * rounds:
+        earliest = find_earliest(request, index.nodes(), NOW, HORIZON)
+        place = index.plan_earliest(request, NOW, HORIZON)
+        assert (place and place.window.start) == earliest
+        if place is not None:
+            check_plan(place, replace(request, start=earliest), list(index.nodes()))
+            index.book(place)
+            kept.append(place)
+    for place in kept:
+        index.unbook(place)
+    index.forget_starts()
+    assert {node.node_id: node for node in index.nodes()} == {node.node_id: node for node in pool}
