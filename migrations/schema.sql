@@ -270,7 +270,8 @@ CREATE FUNCTION public.placement_note_holds() RETURNS trigger
     AS $$
 begin
   insert into placement_change (pool_id, node_id)
-  select distinct n.pool_id, n.node_id from changed c join node n using (node_id);
+  select (select n.pool_id from node n where n.node_id = c.node_id), c.node_id
+  from (select distinct node_id from changed) c;
   return null;
 end $$;
 
