@@ -175,7 +175,9 @@ def commit_all(
             raise Contended("reservation")
     taken = {part.node_id for one in done for part in one.plan.parts}
     lost = {part.node_id for one in planned if one.reservation_id not in complete for part in one.plan.parts}
-    tools.indexes.doubt(pool_id, lost)
+    if lost:
+        # after the transaction, until which its plans count as booked
+        tx.on_end(lambda _: tools.indexes.doubt(pool_id, lost))
     tools.indexes.note_own(pool_id, current_xid(tx), taken - lost)
     enqueue(tx, "spec", {str(part.node_id) for one in done if one.plan.starts_now for part in one.plan.parts})
     return done
