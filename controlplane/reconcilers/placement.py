@@ -19,7 +19,7 @@ import trio
 from controlplane.capacity.batch import place_batch
 from controlplane.capacity.preempt import OWNERS_PER_PASS, preempt_for
 from controlplane.db import leases
-from controlplane.db.leases import Fence
+from controlplane.db.leases import Fence, StaleEpoch
 from controlplane.db.preemption import load_waiting_owners
 from controlplane.db.tx import OPERATING_ERRORS
 from controlplane.db.waiting import load_holding, load_waiting, page_queued_pools
@@ -85,6 +85,9 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         began = trio.current_time()
         try:
             return await run_pass(int(key), Fence(name, worker_id, epoch))
+        except StaleEpoch:
+            # paused for longer than the lease; whoever has it now goes on
+            return Again(HELD_S)
         finally:
             took[key] = trio.current_time() - began
             tools.indexes.end_pass(int(key))
