@@ -349,6 +349,21 @@ begin
   return new;
 end $$;
 
+-- function tenant_tree_follow()
+
+CREATE FUNCTION public.tenant_tree_follow() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+begin
+  if tg_op = 'DELETE' then
+    delete from tenant_tree where tenant_id = old.tenant_id;
+    return null;
+  end if;
+  insert into tenant_tree as t (tenant_id, parent_id, slug) values (new.tenant_id, new.parent_id, new.slug)
+  on conflict (tenant_id) do update set parent_id = excluded.parent_id, slug = excluded.slug;
+  return null;
+end $$;
+
 -- table api_key
 
 CREATE TABLE iam.api_key (
@@ -1411,6 +1426,14 @@ ALTER TABLE public.site ALTER COLUMN site_id ADD GENERATED ALWAYS AS IDENTITY (
     CACHE 1
 );
 
+-- table tenant_tree
+
+CREATE TABLE public.tenant_tree (
+    tenant_id integer NOT NULL,
+    parent_id integer,
+    slug text NOT NULL
+);
+
 -- table usage_window
 
 CREATE TABLE public.usage_window (
@@ -1840,6 +1863,11 @@ ALTER TABLE ONLY public.site
 ALTER TABLE ONLY public.site
     ADD CONSTRAINT site_slug_key UNIQUE (slug);
 
+-- constraint tenant_tree tenant_tree_pkey
+
+ALTER TABLE ONLY public.tenant_tree
+    ADD CONSTRAINT tenant_tree_pkey PRIMARY KEY (tenant_id);
+
 -- constraint work_queue work_queue_pkey
 
 ALTER TABLE ONLY public.work_queue
@@ -1998,6 +2026,10 @@ CREATE INDEX reservation_tenant ON public.reservation USING btree (tenant_id, re
 
 CREATE INDEX series_tenant ON public.series USING btree (tenant_id, series_id);
 
+-- index tenant_tree_parent
+
+CREATE INDEX tenant_tree_parent ON public.tenant_tree USING btree (parent_id);
+
 -- index usage_window_reservation
 
 CREATE INDEX usage_window_reservation ON ONLY public.usage_window USING btree (reservation_id);
@@ -2029,6 +2061,10 @@ ALTER INDEX public.inventory_snapshot_node ATTACH PARTITION public.inventory_sna
 -- index attach usage_window_default_reservation_id_idx
 
 ALTER INDEX public.usage_window_reservation ATTACH PARTITION public.usage_window_default_reservation_id_idx;
+
+-- trigger tenant tenant_tree_follow
+
+CREATE TRIGGER tenant_tree_follow AFTER INSERT OR DELETE OR UPDATE ON iam.tenant FOR EACH ROW EXECUTE FUNCTION public.tenant_tree_follow();
 
 -- trigger allocation allocation_note_new
 
@@ -2595,6 +2631,11 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.sink TO bc_worker;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.site TO bc_api;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.site TO bc_worker;
+
+-- acl TABLE tenant_tree
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.tenant_tree TO bc_api;
+GRANT SELECT ON TABLE public.tenant_tree TO bc_worker;
 
 -- acl TABLE usage_window
 

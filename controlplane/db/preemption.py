@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 # The tenants that count against the highest quota above one.
 _TREE = """
   with recursive above (tenant_id, parent_id, steps) as (
-    select %(tenant)s::int4, (select t.parent_id from iam.tenant t where t.tenant_id = %(tenant)s::int4), 0
+    select %(tenant)s::int4, (select t.parent_id from tenant_tree t where t.tenant_id = %(tenant)s::int4), 0
     union
-    select t.tenant_id, t.parent_id, a.steps + 1 from above a join iam.tenant t on t.tenant_id = a.parent_id
+    select t.tenant_id, t.parent_id, a.steps + 1 from above a join tenant_tree t on t.tenant_id = a.parent_id
   ), tree (tenant_id) as (
     (select a.tenant_id from above a where exists (select from quota q where q.tenant_id = a.tenant_id)
      order by a.steps desc limit 1)
     union
-    select t.tenant_id from tree b join iam.tenant t on t.parent_id = b.tenant_id
+    select t.tenant_id from tree b join tenant_tree t on t.parent_id = b.tenant_id
   )
 """
 

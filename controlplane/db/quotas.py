@@ -59,13 +59,13 @@ def lock_limits(
         """
         with recursive path (leaf, tenant_id, parent_id, steps) as (
           select asked.id, asked.id, t.parent_id, 0
-          from unnest(%(tenants)s::int4[]) as asked (id) left join iam.tenant t on t.tenant_id = asked.id
+          from unnest(%(tenants)s::int4[]) as asked (id) left join tenant_tree t on t.tenant_id = asked.id
           union
           select below.leaf, t.tenant_id, t.parent_id, below.steps + 1
-          from path below join iam.tenant t on t.tenant_id = below.parent_id
+          from path below join tenant_tree t on t.tenant_id = below.parent_id
         )
         select q.quota_id, q.public_id,
-               coalesce((select t.slug from iam.tenant t where t.tenant_id = q.tenant_id), '') as owner, q.project_id,
+               coalesce((select t.slug from tenant_tree t where t.tenant_id = q.tenant_id), '') as owner, q.project_id,
                q.gpus_max, q.vcpus_max, q.memory_mib_max, q.gpus_borrow_max,
                q.gpus_used, q.vcpus_used, q.memory_mib_used, q.claims, q.gpu_hours_max, q.hours_period, q.hours_from,
                array(select p.leaf from path p where p.tenant_id = q.tenant_id order by p.leaf) as tenants,
@@ -188,7 +188,7 @@ def _open_period(tx: Tx, quota_ids: Sequence[int]) -> None:
         ), below (top, tenant_id) as (
           select tenant_id, tenant_id from due
           union
-          select b.top, t.tenant_id from below b join iam.tenant t on t.parent_id = b.tenant_id
+          select b.top, t.tenant_id from below b join tenant_tree t on t.parent_id = b.tenant_id
         ), opened as (
           update quota q set hours_from = d.current at time zone 'UTC' from due d where d.quota_id = q.quota_id
         )
@@ -246,7 +246,7 @@ EXPECTED_HOURS: LiteralString = """
   ), below (top, tenant_id) as (
     select tenant_id, tenant_id from budget
     union
-    select b.top, t.tenant_id from below b join iam.tenant t on t.parent_id = b.tenant_id
+    select b.top, t.tenant_id from below b join tenant_tree t on t.parent_id = b.tenant_id
   ), charge as (
     select r.tenant_id, r.project_id, r.pool_id, charged_gpus(r.nodes, r.gpus_per_node, r.parts) as gpus,
            r.charged_from at time zone 'UTC' as starts, upper(r.during) at time zone 'UTC' as ends
@@ -327,7 +327,7 @@ def load_pools_waited_for(tx: Tx, quota_ids: Sequence[int]) -> list[int]:
         with recursive below (tenant_id) as (
           select tenant_id from quota where quota_id = any(%(ids)s::int4[])
           union
-          select t.tenant_id from below b join iam.tenant t on t.parent_id = b.tenant_id
+          select t.tenant_id from below b join tenant_tree t on t.parent_id = b.tenant_id
         )
         select distinct r.pool_id from reservation r join below using (tenant_id)
         where r.ended_at is null and r.state = 'queued'

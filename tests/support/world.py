@@ -186,6 +186,7 @@ def _examples_of_tenants(w: World) -> dict[str, dict[str, Any]]:
         "reservations/shrink": {"id": w.reservation, "end": w.in_minutes(30)},
         "reservations/evict": {"id": w.reservation, "reason": "maintenance"},
         "reservations/prioritize": {"id": w.waiting, "priority": 10},
+        "reservations/repair": {"id": w.reservation},
         "series/create": {"tenant": "acme", **WEEKEND, "days": ["sun"]},
         "series/preview": {**WEEKEND, "days": ["sun"]},
         "series/get": {"id": w.series},
@@ -244,6 +245,11 @@ async def prepare(w: World, dsn: Dsn, path: str) -> None:
     """Do what must be done first for the example of a method to be accepted."""
     if path in _BEFORE:
         await w.api.ok(_BEFORE[path], **examples(w)[_BEFORE[path]])
+    if path == "devices/share":
+        await w.api.ok("maintenance/cancel", id=w.maintenance)
+    if path == "reservations/repair":
+        with psycopg.connect(dsn.owner) as conn:
+            conn.execute("update device set health = 'unhealthy' where public_id = %s", (w.device,))
     if path == "allocations/forceRelease":  # nobody lets go for a node that can do so itself
         with psycopg.connect(dsn.owner) as conn:
             conn.execute("update node set connectivity = 'unreachable'")

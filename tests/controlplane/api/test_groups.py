@@ -148,13 +148,13 @@ async def test_nothing_is_deleted_under_what_hangs_on_it(dsn: Dsn) -> None:
             (
                 "pools/delete",
                 {"pool": "h100"},
-                "pool h100 still has 2 nodes, 3 reservations, 1 offerings, 1 join tokens in force; remove these first",
+                "pool h100 still has 2 nodes, 4 reservations, 1 offerings, 1 join tokens in force; remove these first",
             ),
             (
                 "tenants/delete",
                 {"tenant": "acme"},
                 "tenant acme still has 1 tenants below it, 1 projects, 1 quotas, 1 offerings,"
-                " 3 reservations, ended ones included, 3 API keys in force; remove these first",
+                " 4 reservations, ended ones included, 3 API keys in force; remove these first",
             ),
             ("tenants/delete", {"tenant": "root"}, "tenant: the root tenant cannot be removed"),
         ]

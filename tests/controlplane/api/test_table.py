@@ -210,6 +210,7 @@ async def test_a_member_may_not_do_what_admins_may(dsn: Dsn, subtests: pytest.Su
 async def test_a_member_may_use_its_tenant(dsn: Dsn, path: str) -> None:
     async with open_api(dsn) as api:
         world = await make_world(api, dsn)
+        await prepare(world, dsn, path)
         reply = await api.call(path, key=world.member, **examples(world)[path])
         assert reply.code == ("DENIED" if path in OF_OPERATORS else "OK"), reply.body
 
