@@ -73,8 +73,10 @@ create trigger node_note_left after update on node for each row
   when (old.pool_id <> new.pool_id) execute function placement_note_left();
 
 -- The order in which a batch takes its requests; queued rows are few among those that have not ended.
+-- squawk-ignore require-concurrent-index-creation -- of queued rows alone: a scan of a second
 create index reservation_queued on reservation (pool_id, reservation_id) where state = 'queued';
 
 -- A hold is written for nodes that the same transaction has locked, as its booking is: the foreign key
 -- cost 7 us a row. `doctor` compares.
+-- squawk-ignore ban-drop-constraint
 alter table allocation drop constraint allocation_node_id_fkey;

@@ -68,6 +68,7 @@ async def _prepare(fleet: LedgerFleet, what: str) -> Callable[[], Awaitable[obje
 
 async def _wait_blocked(dsn: Dsn) -> None:
     with psycopg.connect(dsn.admin, autocommit=True) as conn, trio.fail_after(10):
+        await trio.lowlevel.checkpoint()
         while not conn.execute(  # noqa: ASYNC110 - it is in another process
             """
             select 1 from pg_stat_activity

@@ -135,7 +135,8 @@ async def test_a_change_of_devices_waits_for_the_node_and_sees_what_was_held_mea
 
 async def _wait_until_blocked(fleet: LedgerFleet, pid: int) -> None:
     with trio.fail_after(10):
-        while fleet.execute("select cardinality(pg_blocking_pids(%s))", pid) == [(0,)]:
+        await trio.lowlevel.checkpoint()
+        while fleet.execute("select cardinality(pg_blocking_pids(%s))", pid) == [(0,)]:  # noqa: ASYNC110 - another process
             await trio.lowlevel.checkpoint()
 
 
