@@ -1,6 +1,5 @@
 -- The tree of tenants as the ledger needs it: whose quotas count whose use. The fleet path places, ends and
--- preempts, and never asks the IAM; so the embedded IAM's table is followed by a trigger, and another IAM's
--- adapter would write here.
+-- preempts, and never asks the IAM; so the embedded IAM's table is followed by a trigger, and nobody else writes here.
 create table tenant_tree (
   tenant_id int4 primary key,
   parent_id int4,
@@ -8,11 +7,11 @@ create table tenant_tree (
 );
 create index tenant_tree_parent on tenant_tree (parent_id);
 insert into tenant_tree select tenant_id, parent_id, slug from iam.tenant;
-grant select, insert, update, delete on tenant_tree to bc_api;
-grant select on tenant_tree to bc_worker;
+grant select on tenant_tree to bc_api, bc_worker;
 
 create function tenant_tree_follow() returns trigger
-language plpgsql
+language plpgsql security definer
+set search_path = public, pg_temp
 as $$
 begin
   if tg_op = 'DELETE' then

@@ -352,7 +352,8 @@ end $$;
 -- function tenant_tree_follow()
 
 CREATE FUNCTION public.tenant_tree_follow() RETURNS trigger
-    LANGUAGE plpgsql
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'public', 'pg_temp'
     AS $$
 begin
   if tg_op = 'DELETE' then
@@ -2634,7 +2635,7 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.site TO bc_worker;
 
 -- acl TABLE tenant_tree
 
-GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.tenant_tree TO bc_api;
+GRANT SELECT ON TABLE public.tenant_tree TO bc_api;
 GRANT SELECT ON TABLE public.tenant_tree TO bc_worker;
 
 -- acl TABLE usage_window
