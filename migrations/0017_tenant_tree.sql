@@ -22,5 +22,6 @@ begin
   on conflict (tenant_id) do update set parent_id = excluded.parent_id, slug = excluded.slug;
   return null;
 end $$;
+revoke execute on function tenant_tree_follow() from public;
 create trigger tenant_tree_follow after insert or update or delete on iam.tenant
   for each row execute function tenant_tree_follow();

@@ -2384,6 +2384,10 @@ GRANT ALL ON FUNCTION public.enqueue_work(p_queues text[], p_keys text[], p_shar
 GRANT ALL ON FUNCTION public.enqueue_work(p_queues text[], p_keys text[], p_shards smallint[]) TO bc_worker;
 GRANT ALL ON FUNCTION public.enqueue_work(p_queues text[], p_keys text[], p_shards smallint[]) TO bc_gateway;
 
+-- acl FUNCTION tenant_tree_follow()
+
+REVOKE ALL ON FUNCTION public.tenant_tree_follow() FROM PUBLIC;
+
 -- acl TABLE api_key
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE iam.api_key TO bc_api;
