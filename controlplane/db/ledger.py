@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from controlplane.db.spans import encode_spans
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
     from controlplane.db.tx import Tx
-    from controlplane.model.units import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +40,6 @@ def lock_nodes(tx: Tx, node_ids: Sequence[int]) -> dict[int, LockedNode]:
 
 
 # --- bookings --------------------------------------------------------------------------------
-
-
-def insert_booking(
-    tx: Tx,
-    *,
-    reservation_id: int,
-    pool_id: int,
-    node_id: int,
-    spans: Sequence[Span],
-    start: datetime,
-    end: datetime | None,
-    vcpus: int,
-    memory_mib: int,
-) -> None:
-    """Book. Raises ExclusionConflict (booking_no_overlap) or CheckConflict (booking_scalar_capacity)."""
-    tx.execute(
-        """
-        insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
-        values (%(reservation)s, %(pool)s, %(node)s, %(spans)s::int4multirange,
-                tstzrange(%(start)s, %(end)s, '[)'), %(vcpus)s, %(memory)s)
-        """,
-        {
-            "reservation": reservation_id,
-            "pool": pool_id,
-            "node": node_id,
-            "spans": encode_spans(spans),
-            "start": start,
-            "end": end,
-            "vcpus": vcpus,
-            "memory": memory_mib,
-        },
-    )
 
 
 @dataclass(frozen=True, slots=True)

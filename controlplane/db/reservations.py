@@ -250,37 +250,6 @@ def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reaso
     )
 
 
-def mark_placed(
-    tx: Tx, reservation_id: int, leaving: ReservationState, *, start: datetime, end: datetime | None, now: datetime
-) -> bool:
-    return (
-        tx.execute(
-            """
-            update reservation
-            set state = 'placed', during = tstzrange(%(start)s, %(end)s, '[)'), placed_at = %(now)s,
-                pending_reason = '', version = version + 1
-            where reservation_id = %(id)s and state = %(leaving)s
-            """,
-            {"id": reservation_id, "leaving": leaving, "start": start, "end": end, "now": now},
-        )
-        == 1
-    )
-
-
-def move_window(tx: Tx, reservation_id: int, *, start: datetime, end: datetime | None) -> bool:
-    """Book a placed reservation's window elsewhere in time or with another end; its bookings move in the same step."""
-    return (
-        tx.execute(
-            """
-            update reservation set during = tstzrange(%(start)s, %(end)s, '[)'), version = version + 1
-            where reservation_id = %(id)s and state in ('placed', 'binding', 'active')
-            """,
-            {"id": reservation_id, "start": start, "end": end},
-        )
-        == 1
-    )
-
-
 def move_end(tx: Tx, reservation_id: int, *, old_end: datetime | None, end: datetime) -> bool:
     """Give a reservation that has a window another end, and so another length, should it have to be placed again."""
     return (

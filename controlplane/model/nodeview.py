@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from controlplane.model.instants import FOREVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from controlplane.model.labels import Labels
     from controlplane.model.shares import SharedGpus
@@ -128,15 +128,6 @@ def _peak(booked: Iterable[ScalarBooked], start: int, end: int) -> Scalars:
         most_vcpus = max(most_vcpus, vcpus)
         most_memory_mib = max(most_memory_mib, memory_mib)
     return Scalars(most_vcpus, most_memory_mib)
-
-
-def group_masks(group_of: Mapping[int, int | None]) -> tuple[int, ...]:
-    """The NVLink sets of a node, lowest slot first, from the set that each slot is in; a set of one is none."""
-    masks: dict[int, int] = {}
-    for slot, group in group_of.items():
-        if group is not None:
-            masks[group] = masks.get(group, 0) | 1 << slot
-    return sort_groups(masks.values())
 
 
 def sort_groups(masks: Iterable[int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.model.instants import to_end, to_instant
 from controlplane.model.labels import parse_selector
-from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, group_masks
+from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, sort_groups
 from controlplane.model.requests import NO_PARTS, PlacementRequest, Strategy, Topology
 from controlplane.model.shares import UnitsBooked, ask_for, share
 from controlplane.model.units import Span, mask_of, touched_slots, units_of
@@ -22,6 +22,15 @@ HORIZON = NOW + timedelta(days=90)
 PAIRS = (0, 0, 1, 1, 2, 2, 3, 3)
 SWITCH = (0,) * 8
 UNLINKED = (None,) * 8
+
+
+def group_masks(group_of: Mapping[int, int | None]) -> tuple[int, ...]:
+    """The NVLink sets of a node, lowest slot first, from the set that each slot is in; a set of one is none."""
+    masks: dict[int, int] = {}
+    for slot, group in group_of.items():
+        if group is not None:
+            masks[group] = masks.get(group, 0) | 1 << slot
+    return sort_groups(masks.values())
 
 
 def at(hours: float) -> datetime:
