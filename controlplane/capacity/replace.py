@@ -56,7 +56,7 @@ def replace_broken(tx: Tx, tools: LedgerTools, reservation: Reservation, now: da
     if not broken:
         return Conflict(f"reservation {reservation.public_id}: nothing of it is broken")
     # its own bookings are in nobody's way, least of all its own; a refusal takes this back with the transaction
-    ledger.retire_bookings(tx, reservation.reservation_id, broken, now)
+    ledger.close_bookings(tx, reservation.reservation_id, on_nodes=broken, used_until=now)
     plan = _plan(tx, tools, reservation, found, broken, now=now)
     if isinstance(plan, NoPlan):
         return SoldOut(f"for {len(broken)} of {reservation.nodes} parts: {plan.detail}")

@@ -130,8 +130,15 @@ def close_bookings(
     *,
     future_only_after: datetime | None = None,
     on_nodes: Sequence[int] | None = None,
+    used_until: datetime | None = None,
 ) -> int:
-    """Move the reservation's bookings to history; with `future_only_after`, only those that start then or later."""
+    """Move the reservation's bookings to history.
+
+    Args:
+        future_only_after: only those that start then or later.
+        on_nodes: only those on some nodes.
+        used_until: in history, those that have begun end then at the latest.
+    """
     return tx.execute(
         """
         with gone as (
@@ -142,32 +149,18 @@ def close_bookings(
         )
         insert into booking_history
           (booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at)
-        select * from gone
+        select booking_id, reservation_id, pool_id, node_id, purpose, spans,
+               case when lower(during) < %(until)s::timestamptz then during * tstzrange(null, %(until)s, '[)')
+                    else during end,
+               vcpus, memory_mib, created_at
+        from gone
         """,
         {
             "id": reservation_id,
             "after": future_only_after,
             "nodes": None if on_nodes is None else list(on_nodes),
+            "until": used_until,
         },
-    )
-
-
-def retire_bookings(tx: Tx, reservation_id: int, node_ids: Sequence[int], now: datetime) -> int:
-    """Move the bookings on some nodes to history, as used until now: others have them from here on."""
-    return tx.execute(
-        """
-        with gone as (
-          delete from booking where reservation_id = %(id)s and node_id = any(%(nodes)s)
-          returning booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at
-        )
-        insert into booking_history
-          (booking_id, reservation_id, pool_id, node_id, purpose, spans, during, vcpus, memory_mib, created_at)
-        select booking_id, reservation_id, pool_id, node_id, purpose, spans,
-               case when lower(during) < %(now)s then during * tstzrange(null, %(now)s, '[)') else during end,
-               vcpus, memory_mib, created_at
-        from gone
-        """,
-        {"id": reservation_id, "nodes": list(node_ids), "now": now},
     )
 
 
