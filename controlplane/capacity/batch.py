@@ -16,22 +16,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from controlplane.capacity.place import (
-    BIND_TIMEOUT,
     EARLIEST_HORIZON,
-    GUARDS,
-    Contended,
     commitment,
-    next_look,
     placement_request,
     request_at,
+    write_parts,
+    write_placed,
 )
 from controlplane.capacity.quota import open_quotas, window_of
 from controlplane.db import reservation_events, waiting
-from controlplane.db.placements import commit_parts, current_xid, drop_incomplete, lock_planned_nodes, mark_all_placed
+from controlplane.db.placements import current_xid, drop_incomplete, lock_planned_nodes
 from controlplane.db.places import load_window_limits
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
-from controlplane.db.tx import CheckConflict
 from controlplane.db.waiting import Pending
 from controlplane.model.planner import NoPlan
 from controlplane.model.requests import InvalidRequest, check_limits
@@ -158,21 +155,12 @@ def commit_all(
     seen = {part.node_id: part.placement_gen for one in planned for part in one.plan.parts}
     pool = lock_planned_nodes(tx, pool_id, seen)
     ready = [one for one in planned if all(part.node_id in pool.names for part in one.plan.parts)]
-    complete: set[int] = set()
-    if ready:
-        try:
-            complete = commit_parts(tx, pool_id, ready)
-        except CheckConflict as conflict:
-            if conflict.constraint not in GUARDS:
-                raise
-            raise Contended(conflict.constraint) from conflict
+    complete = write_parts(tx, pool_id, ready) if ready else set[int]()
     done = [one for one in ready if one.reservation_id in complete]
     if len(done) < len(ready):
         drop_incomplete(tx, [one.reservation_id for one in ready if one.reservation_id not in complete])
     if done:
-        looks = [next_look(one.plan, now) for one in done]
-        if not mark_all_placed(tx, pool, done, now=now, bind_deadline=now + BIND_TIMEOUT, looks=looks):
-            raise Contended("reservation")
+        write_placed(tx, pool, done, now)
     taken = {part.node_id for one in done for part in one.plan.parts}
     lost = {part.node_id for one in planned if one.reservation_id not in complete for part in one.plan.parts}
     if lost:

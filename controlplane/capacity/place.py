@@ -24,7 +24,7 @@ from controlplane.model.requests import PlacementRequest
 from controlplane.model.shares import parse_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
     from datetime import datetime
 
     from controlplane.capacity.indexes import PoolIndexes
@@ -145,7 +145,28 @@ def commitment(tools: LedgerTools, reservation: Reservation, plan: Plan) -> Comm
     return Commitment(reservation, plan, [tools.ids.new("alloc") for _ in plan.parts] if plan.starts_now else ())
 
 
-def next_look(plan: Plan, now: datetime) -> datetime:
+def write_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set[int]:
+    """Write plans whose nodes are locked; the reservations that got all of their parts.
+
+    Raises:
+        Contended: vCPUs or memory of a node do not suffice; nothing may be kept of this transaction.
+    """
+    try:
+        return commit_parts(tx, pool_id, commitments)
+    except CheckConflict as conflict:
+        if conflict.constraint not in GUARDS:
+            raise
+        raise Contended(conflict.constraint) from conflict
+
+
+def write_placed(tx: Tx, pool: LockedPool, commitments: Sequence[Commitment], now: datetime) -> None:
+    """Make reservations `placed` or `binding` whose parts are all written. Raises Contended."""
+    looks = [_next_look(one.plan, now) for one in commitments]
+    if not mark_all_placed(tx, pool, commitments, now=now, bind_deadline=now + BIND_TIMEOUT, looks=looks):
+        raise Contended("reservation")
+
+
+def _next_look(plan: Plan, now: datetime) -> datetime:
     """When the clock of a reservation that is placed by this plan has something to do."""
     due = now + BIND_TIMEOUT if plan.starts_now else plan.window.start
     return min(due, plan.window.end or due)
@@ -155,17 +176,9 @@ def _commit(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Plan, no
     """Lock the plan's nodes and write it, and their specs if it starts now."""
     pool = _lock_nodes(tx, reservation.pool_id, plan)
     parts = [commitment(tools, reservation, plan)]
-    try:
-        complete = commit_parts(tx, reservation.pool_id, parts)
-    except CheckConflict as conflict:
-        if conflict.constraint not in GUARDS:
-            raise
-        raise Contended(conflict.constraint) from conflict
-    if not complete:
+    if not write_parts(tx, reservation.pool_id, parts):
         raise Contended("booking_no_overlap or allocation_one_hold")
-    looks = [next_look(plan, now)]
-    if not mark_all_placed(tx, pool, parts, now=now, bind_deadline=now + BIND_TIMEOUT, looks=looks):
-        raise Contended("reservation")
+    write_placed(tx, pool, parts, now)
     if plan.starts_now:
         for part in plan.parts:
             try:
@@ -181,11 +194,7 @@ def book_plan(tx: Tx, reservation: Reservation, plan: Plan) -> None:
     Raises:
         Contended: somebody has them already.
     """
-    try:
-        complete = commit_parts(tx, reservation.pool_id, [Commitment(reservation, plan, ())])
-    except CheckConflict as conflict:
-        raise Contended(conflict.constraint) from conflict
-    if not complete:
+    if not write_parts(tx, reservation.pool_id, [Commitment(reservation, plan, ())]):
         raise Contended("booking_no_overlap")
 
 

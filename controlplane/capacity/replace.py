@@ -15,13 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.end import wake_waiting
-from controlplane.capacity.place import BIND_TIMEOUT, Contended, announce, commitment, plan_and_lock
+from controlplane.capacity.place import BIND_TIMEOUT, Contended, announce, commitment, plan_and_lock, write_parts
 from controlplane.capacity.repair import inspect, remaining_request, tell, tell_moved
 from controlplane.capacity.specs import SpecFull, write_spec
 from controlplane.db import backing, ledger, reservations
-from controlplane.db.placements import commit_parts
 from controlplane.db.queue import schedule
-from controlplane.db.tx import CheckConflict
 from controlplane.errors import Conflict, SoldOut
 from controlplane.model.planner import NoPlan
 
@@ -62,7 +60,7 @@ def replace_broken(tx: Tx, tools: LedgerTools, reservation: Reservation, now: da
         return SoldOut(f"for {len(broken)} of {reservation.nodes} parts: {plan.detail}")
     try:
         _rebind(tx, tools, reservation, broken, plan, now=now)
-    except (CheckConflict, SpecFull) as refused:
+    except SpecFull as refused:
         raise Contended(str(refused)) from refused
     announce(tx, reservation, "binding")
     tell_moved(tx, reservation, found, broken, plan, now=now)
@@ -92,7 +90,7 @@ def _rebind(
     if reservation.billed_from is not None:
         reservations.record_usage(tx, reservation_id, end=now)
     ledger.mark_allocations_releasing(tx, reservation_id, now=now, on_nodes=broken)
-    if not commit_parts(tx, reservation.pool_id, [commitment(tools, reservation, plan)]):
+    if not write_parts(tx, reservation.pool_id, [commitment(tools, reservation, plan)]):
         raise Contended("booking_no_overlap or allocation_one_hold")
     if not backing.mark_rebinding(tx, reservation_id, bind_deadline=now + BIND_TIMEOUT):
         raise Contended("reservation")
