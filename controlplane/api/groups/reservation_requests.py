@@ -8,8 +8,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.api import resolve
+from controlplane.db.reservations import NewReservation
 from controlplane.errors import Invalid
+from controlplane.model.labels import write_selector
 from controlplane.model.requests import InvalidRequest, PoolShape, resolve_request
+from controlplane.model.shares import write_parts
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -69,6 +72,34 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
     except InvalidRequest as exc:
         raise as_invalid(exc) from exc
     return Resolved(found, offering, request)
+
+
+def new_reservation(
+    resolved: Resolved, *, public_id: str, tenant_id: int, project_id: int | None, name: str, created_by: str
+) -> NewReservation:
+    """A draft of what was asked for, without times."""
+    request = resolved.request
+    return NewReservation(
+        public_id=public_id,
+        tenant_id=tenant_id,
+        project_id=project_id,
+        pool_id=resolved.found.pool_id,
+        offering_id=None if resolved.offering is None else resolved.offering.offering_id,
+        name=name,
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
+        vcpus_per_node=request.vcpus_per_node,
+        memory_mib_per_node=request.memory_mib_per_node,
+        topology=request.topology,
+        whole_node=request.whole_node,
+        starts_at=None,
+        duration_s=None,
+        queue_deadline=None,
+        created_by=created_by,
+        selector=write_selector(request.selector),
+        strategy=request.strategy,
+        parts=write_parts(request.parts),
+    )
 
 
 def _share(gpus: int, asked: What) -> int | None:

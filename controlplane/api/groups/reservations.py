@@ -7,12 +7,13 @@ IMPOSSIBLE and INVALID are four different answers.
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.api import cursors, guards, resolve
 from controlplane.api.calls import Drafted, Mutation, Outcome, Page, Read, Target
-from controlplane.api.groups.reservation_requests import resolve_asked
+from controlplane.api.groups.reservation_requests import new_reservation, resolve_asked
 from controlplane.api.groups.reservation_structs import (
     CreateInput,
     EvictInput,
@@ -38,10 +39,8 @@ from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names
 from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
-from controlplane.model.labels import write_selector
 from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
-from controlplane.model.shares import write_parts
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -92,31 +91,24 @@ def _draft(tx: Tx, call: Call, given: CreateInput, public_id: str) -> Target[Res
     project = None
     if given.project is not None:
         project = resolve.find_project(tx, call, given.project, tenant_id=tenant_id)
-    request = resolved.request
+    draft = new_reservation(
+        resolved,
+        public_id=public_id,
+        tenant_id=tenant_id,
+        project_id=None if project is None else project.project_id,
+        name=given.name,
+        created_by=call.principal.id,
+    )
+    deadline = None if given.queue_for_s is None else found.now + timedelta(seconds=given.queue_for_s)
     # A draft whose request dies here is found by the resync and ended by the clock.
     row = reservations.insert_draft(
         tx,
-        reservations.NewReservation(
-            public_id=public_id,
-            tenant_id=tenant_id,
-            project_id=None if project is None else project.project_id,
-            pool_id=found.pool_id,
-            offering_id=None if resolved.offering is None else resolved.offering.offering_id,
-            name=given.name,
-            nodes=request.nodes,
-            gpus_per_node=request.gpus_per_node,
-            vcpus_per_node=request.vcpus_per_node,
-            memory_mib_per_node=request.memory_mib_per_node,
-            topology=request.topology,
-            whole_node=request.whole_node,
-            starts_at=request.start,
+        dataclasses.replace(
+            draft,
+            starts_at=resolved.request.start,
             duration_s=given.duration_s,
-            queue_deadline=None if given.queue_for_s is None else found.now + timedelta(seconds=given.queue_for_s),
+            queue_deadline=deadline,
             priority=given.priority,
-            created_by=call.principal.id,
-            selector=write_selector(request.selector),
-            strategy=request.strategy,
-            parts=write_parts(request.parts),
         ),
     )
     return Target(_resource(row), row)

@@ -15,7 +15,7 @@ import msgspec
 
 from controlplane.api import cursors, resolve
 from controlplane.api.calls import Mutation, Outcome, Page, Read, Target
-from controlplane.api.groups.reservation_requests import as_invalid, resolve_asked
+from controlplane.api.groups.reservation_requests import as_invalid, new_reservation, resolve_asked
 from controlplane.api.groups.series_structs import (
     CancelSeries,
     CreateSeries,
@@ -41,10 +41,8 @@ from controlplane.db.time import load_now
 from controlplane.db.views import load_node_names
 from controlplane.errors import Impossible, QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
-from controlplane.model.labels import write_selector
 from controlplane.model.recurrence import expand
 from controlplane.model.requests import InvalidRequest
-from controlplane.model.shares import write_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,28 +136,15 @@ def _plan(
 
 def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> Outcome[Series]:
     asked, now = target.row, load_now(tx)
-    resolved, request = asked.resolved, asked.resolved.request
+    resolved = asked.resolved
     public_id = call.context.ids.new("ser")
-    template = reservations.NewReservation(
+    template = new_reservation(
+        resolved,
         public_id="",
         tenant_id=asked.tenant_id,
         project_id=asked.project_id,
-        pool_id=resolved.found.pool_id,
-        offering_id=None if resolved.offering is None else resolved.offering.offering_id,
         name=given.name,
-        nodes=request.nodes,
-        gpus_per_node=request.gpus_per_node,
-        vcpus_per_node=request.vcpus_per_node,
-        memory_mib_per_node=request.memory_mib_per_node,
-        topology=request.topology,
-        whole_node=request.whole_node,
-        starts_at=None,
-        duration_s=None,
-        queue_deadline=None,
         created_by=call.principal.id,
-        selector=write_selector(request.selector),
-        strategy=request.strategy,
-        parts=write_parts(request.parts),
     )
     plans = _plan(tx, call, resolved, asked.occurrences, now)
     if given.all_or_nothing:
