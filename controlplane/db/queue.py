@@ -130,20 +130,30 @@ def schedule_many(tx: Tx, queue: Queue, keys: Iterable[str], after_s: float) -> 
         )
 
 
-def enqueue_missing(tx: Tx, queue: Queue, keys: Iterable[str]) -> int:
-    """Have each key run soon, without new information: one that is backing off goes on backing off.
+def enqueue_missing(tx: Tx, queue: Queue, keys: Sequence[str], *, after_s: float, per_s: float) -> int:
+    """Have each key run, without new information: one that is backing off goes on backing off.
 
-    Returns how many were not due already.
+    The first is due in `after_s` seconds and then `per_s` each second, in their order; one that is due before that
+    stays due then. No key may be there twice.
+
+    Returns how many that was news for.
     """
-    unique = sorted(set(keys))
     return tx.execute(
         """
-        insert into work_queue as w (queue, key, shard)
-        select %(queue)s, key, shard from unnest(%(keys)s::text[], %(shards)s::int2[]) as t (key, shard) order by key
-        on conflict (queue, key) do update set due_at = compute_now()
-          where w.attempts = 0 and w.due_at > compute_now()
+        insert into work_queue as w (queue, key, shard, due_at)
+        select %(queue)s, key, shard, compute_now() + make_interval(secs => %(after)s + (at - 1) / %(per)s::float8)
+        from unnest(%(keys)s::text[], %(shards)s::int2[]) with ordinality as t (key, shard, at)
+        order by key
+        on conflict (queue, key) do update set due_at = excluded.due_at
+          where w.attempts = 0 and w.due_at > excluded.due_at
         """,
-        {"queue": queue, "keys": unique, "shards": [shard_of(key) for key in unique]},
+        {
+            "queue": queue,
+            "keys": list(keys),
+            "shards": [shard_of(key) for key in keys],
+            "after": after_s,
+            "per": per_s,
+        },
     )
 
 

@@ -1,9 +1,10 @@
 """Runs the reconcilers and jobs of this process's roles; knows none of them by name.
 
 For each reconciler two tasks: the queue's runner, and a resync that enqueues every key of the shards
-we hold every five minutes, so that nothing depends on anybody having remembered to enqueue it.  For
-each job one task that competes for the job's lease.  Two more look for due keys, to ring the runners'
-bells, and sample the depth of the queues.
+we hold every five minutes, so that nothing depends on anybody having remembered to enqueue it.  Its
+keys come due evenly, not all at once: what is looked at to be sure must not be felt by those who book
+meanwhile.  For each job one task that competes for the job's lease.  Two more look for due keys, to
+ring the runners' bells, and sample the depth of the queues.
 
 Faults stay where they are: one key's with the key, one job's run with that run, one resync's with
 that resync; each is logged with its traceback and counted, and shows in `status()`.  Operating errors
@@ -49,8 +50,11 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-# How late a change may be noticed whose wake-up nobody sent. At 10,000 nodes it is 33 keys a second.
+# How late a change may be noticed whose wake-up nobody sent, up to 15,000 keys; with more of them a resync takes
+# as long as they need.
 RESYNC_EVERY_S = 300.0
+# A run that finds nothing to do takes some 2 ms of CPU, database included: a tenth of a core.
+RESYNC_KEYS_PER_S = 50.0
 # Workers that started together do not list together: each waits this share of the period more or less.
 RESYNC_JITTER = 0.2
 # Of a list of keys in one transaction: a millisecond, and a bounded answer.
@@ -163,23 +167,32 @@ class Driver:
             await trio.sleep(pause_s)
             pause_s = RESYNC_EVERY_S * self._rng.uniform(1 - RESYNC_JITTER, 1 + RESYNC_JITTER)
             try:
-                enqueued = await self._enqueue_all(reconciler, shards)
+                listed, enqueued = await self._enqueue_all(reconciler, shards)
             except OPERATING_ERRORS:
                 raise
             except Exception as exc:  # noqa: BLE001 - the edge: what one reconciler cannot list stops no other
                 self._count_error(reconciler.name, self._runners[reconciler.name].counts, exc, key="")
                 continue
-            _log.debug("reconciler.resynced", reconciler=reconciler.name, enqueued=enqueued)
+            _log.debug("reconciler.resynced", reconciler=reconciler.name, listed=listed, enqueued=enqueued)
+            pause_s = max(pause_s, listed / RESYNC_KEYS_PER_S)
 
-    async def _enqueue_all(self, reconciler: Reconciler, shards: Shards) -> int:
-        enqueued, after = 0, ""
+    async def _enqueue_all(self, reconciler: Reconciler, shards: Shards) -> tuple[int, int]:
+        """Enqueue all keys of our shards; returns how many there are, and for how many it was news."""
+        listed, enqueued, after = 0, 0, ""
         while page := await reconciler.list_keys(after, RESYNC_PAGE):
             ours = [key for key in page if shard_of(key) in shards]
             if ours:
-                enqueued += await self._database.run_tx(queue_table.enqueue_missing, reconciler.queue, ours)
+                enqueued += await self._database.run_tx(
+                    queue_table.enqueue_missing,
+                    reconciler.queue,
+                    ours,
+                    after_s=listed / RESYNC_KEYS_PER_S,
+                    per_s=RESYNC_KEYS_PER_S,
+                )
+                listed += len(ours)
                 self._bells.of(reconciler.queue).ring()
             after = page[-1]
-        return enqueued
+        return listed, enqueued
 
     async def _run_job(self, job: PeriodicJob, fence: Fence) -> None:
         counts = self._job_counts[job.name]

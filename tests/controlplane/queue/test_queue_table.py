@@ -218,8 +218,21 @@ def test_the_resync_wakes_what_waits_and_leaves_alone_what_backs_off(session: Se
     settle(session, [claims["waits"]], "w", "again", after_s=60.0)
     settle(session, [claims["fails"]], "w", "failed", after_s=60.0, error="no")
     settle(session, [claims["due"]], "w", "given_back")
-    assert session.run(queue.enqueue_missing, "node", ["waits", "fails", "due", "new"]) == 2
+    names = ["waits", "fails", "due", "new"]
+    assert session.run(queue.enqueue_missing, "node", names, after_s=0, per_s=1e6) == 2
     assert sorted((c.key, c.generation) for c in claim(session, shards, "w")) == [("due", 1), ("new", 1), ("waits", 1)]
+
+
+def test_what_the_resync_wakes_comes_due_evenly_and_never_later_than_it_was(session: Session) -> None:
+    session.run(queue.schedule_many, "node", ["late"], 90.0)
+    session.run(queue.schedule_many, "node", ["soon"], 61.0)
+    names = ["a", "b", "late", "soon"]
+    assert session.run(queue.enqueue_missing, "node", names, after_s=60.0, per_s=2.0) == 3
+    due = session.conn.execute(
+        "select key, extract(epoch from due_at - min(due_at) over ())::float8 from work_queue order by key"
+    ).fetchall()
+    assert [key for key, _ in due] == names
+    assert [at for _, at in due] == pytest.approx([0.0, 0.5, 1.0, 1.0], abs=0.2)
 
 
 def test_a_worker_gives_back_what_it_has_claimed(session: Session) -> None:
