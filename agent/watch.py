@@ -49,16 +49,21 @@ class Watch:
         return "" if self.inventory is None else self.inventory.host.boot_id
 
     def list_present(self) -> frozenset[str] | None:
-        """Return the UUIDs of the node's GPUs, or None if nobody can say.
+        """Return the UUIDs of what the node can give out, or None if nobody can say: GPUs, and MIG devices.
 
-        A machine that shows no GPU on its PCI bus has none, driver or not.
+        A machine that shows no GPU on its PCI bus has none, driver or not. A GPU in MIG mode is none that anybody
+        could use whole.
         """
         if self.inventory is None:
             return None
         driver = self.inventory.driver
         if driver.state != "ok" and (driver.state != "absent" or driver.pci_gpus):
             return None
-        return frozenset(gpu.uuid for gpu in self.inventory.gpus)
+        gpus = self.inventory.gpus
+        return frozenset(
+            [gpu.uuid for gpu in gpus if not gpu.mig]
+            + [instance.uuid for gpu in gpus for instance in gpu.mig_instances]
+        )
 
     async def look(self) -> None:
         """Look once. A machine that cannot be looked at is as it was."""

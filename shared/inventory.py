@@ -15,6 +15,7 @@ Nothing here is signed: a relay may falsify it. It can block a placement, never 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 GPUS_MAX: Final = 64  # of one node; the largest board sold has 16, and a hostile node must not send a million
 LINKS_MAX: Final = 64  # NVLinks of one GPU; NVML's own limit is 36
+MIG_INSTANCES_MAX: Final = 16  # of one GPU; NVIDIA's largest layout is seven instances, each of one compute instance
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
 """A short fact. The longest in use is the model name, 96 bytes in NVML."""
@@ -86,13 +88,33 @@ class NvLink(msgspec.Struct, frozen=True, kw_only=True):
     lanes: Annotated[int, msgspec.Meta(ge=1, le=LINKS_MAX)]
 
 
+class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """A MIG device: a compute instance in a GPU instance, by the numbers that the driver gave them.
+
+    `profile` is the GPU instance's, as NVIDIA writes it (``3g.40gb``, ``1g.10gb+me``), empty if the driver does not
+    tell. The GPU instance is placed on memory slices `[start, start + size)` of its GPU, None if the driver does not
+    tell (it tells root alone). `whole` says whether the compute instance has all of the GPU instance's compute slices.
+    """
+
+    uuid: Text
+    gpu_instance: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+    compute_instance: Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+    profile: Text = ""
+    start: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    whole: bool | None = None
+    memory_mib: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One physical GPU: what it is and how it is wired.
 
     `pci_bus_id` is the address as in sysfs (``0000:19:00.0``). `minor` is the number in
     ``/dev/nvidia<minor>``, not NVML's index, and can change with a reboot. `memory_mib` is all of
     the GPU's memory in MiB, the driver's own share included. `serial` is empty where the board has
-    none. `mig` and `ecc` are None on a GPU without the feature.
+    none. `mig` and `ecc` are None on a GPU without the feature. A GPU in MIG mode has `mig_slices` memory slices, the
+    size of its largest placement (8 on an H100, 4 on an A30; None if the driver does not tell), and no instances until
+    somebody makes them.
     """
 
     uuid: Text
@@ -103,8 +125,31 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib: Annotated[int, msgspec.Meta(ge=1)]
     numa_node: int | None = None
     mig: bool | None = None
+    mig_slices: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    mig_instances: Annotated[tuple[MigInstance, ...], msgspec.Meta(max_length=MIG_INSTANCES_MAX)] = ()
     ecc: bool | None = None
     nvlinks: Annotated[tuple[NvLink, ...], msgspec.Meta(max_length=LINKS_MAX)] = ()
+
+
+def judge_instances(gpu: GpuFacts) -> list[tuple[MigInstance, str]]:
+    """Each MIG device of a GPU with the reason why it cannot be given out as its profile, empty if it can.
+
+    It can if it is all of its GPU instance, and the driver says which profile that has and where it is.
+    """
+    in_instance = Counter(instance.gpu_instance for instance in gpu.mig_instances)
+    return [(instance, _why_not(gpu, instance, in_instance[instance.gpu_instance])) for instance in gpu.mig_instances]
+
+
+def _why_not(gpu: GpuFacts, instance: MigInstance, compute_instances: int) -> str:
+    if compute_instances > 1:
+        return f"it has {compute_instances} compute instances; one that is all of it can be given out"
+    if instance.whole is False:
+        return "its compute instance is a part of it; one that is all of it can be given out"
+    if instance.whole is None or not instance.profile:
+        return "the driver does not tell its profile"
+    if instance.start is None or instance.size is None or gpu.mig_slices is None:
+        return "the driver does not tell where it is placed; bcd must run as root"
+    return ""
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,10 @@ Three sources, one interface (`EditsSource`):
   directories. If it is valid and fresh, its common edits and those of the wanted UUIDs are copied,
   because CDI has no way to include another file. Fresh means that everything it names is there now
   (`find_staleness`): after a driver upgrade such a file still loads, and the container fails.
-* `NvidiaEdits`, *own*: without a usable spec of NVIDIA's. The device nodes, and each driver library
-  mounted onto its SONAME in the loader's default directories, which needs no hook. Its limits: no
-  ``libcuda.so`` link for building programs, no CUDA forward compatibility, glibc images only.
+* `NvidiaEdits`, *own*: without a usable spec of NVIDIA's. The device nodes (of a MIG device: its GPU's, and
+  the two that open it), and each driver library mounted onto its SONAME in the loader's default directories,
+  which needs no hook. Its limits: no ``libcuda.so`` link for building programs, no CUDA forward compatibility,
+  glibc images only.
 
 Copied or own, device nodes carry no device numbers: the engine then looks at the node when it makes
 the container, and a driver that was loaded anew is used as it is.
@@ -39,7 +40,7 @@ from agent.drivers.host import CONTROL_NODES, is_device_node
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shared.inventory import GpuFacts, Inventory
+    from shared.inventory import GpuFacts, Inventory, MigInstance
 
 _log = structlog.get_logger()
 
@@ -145,12 +146,30 @@ class NvidiaEdits:
             else:
                 _log.warning("cdi.spec_stale", path=str(path), reason=reason)
 
+    def _node_names(self, uuid: str, inventory: Inventory) -> tuple[str, ...]:
+        """The device nodes of one GPU or MIG device, below /dev."""
+        gpu, instance = _find_device(uuid, inventory)
+        if gpu.minor is None:
+            raise BindFailed("device_missing", f"{gpu.uuid} has no device minor")
+        if instance is None:
+            return (f"nvidia{gpu.minor}",)
+        path = self._config.proc / "driver/nvidia-caps/mig-minors"
+        try:
+            nodes = find_capability_nodes(path.read_text(), gpu.minor, instance)
+        except OSError as exc:
+            raise BindFailed("device_missing", f"{path} cannot be read: {exc.strerror}") from exc
+        if nodes is None:
+            raise BindFailed("device_missing", f"{path} does not list {uuid}")
+        return (f"nvidia{gpu.minor}", *nodes)
+
     def _plan_own(self, gpu_uuids: Sequence[str], inventory: Inventory) -> ContainerEdits:
-        by_uuid = {gpu.uuid: gpu for gpu in inventory.gpus}
-        names = [*(_node_name(uuid, by_uuid) for uuid in gpu_uuids), *CONTROL_NODES]
+        # two instances of one GPU have its node in common
+        own = dict.fromkeys(name for uuid in gpu_uuids for name in self._node_names(uuid, inventory))
+        names = [*own, *CONTROL_NODES]
         for name in names:
             if not is_device_node(self._config.dev / name):
-                raise BindFailed("device_missing", f"/dev/{name} is missing or no device node")
+                fix = "; run: nvidia-modprobe -f" if name.startswith("nvidia-caps/") else ""
+                raise BindFailed("device_missing", f"/dev/{name} is missing or no device node{fix}")
         names += [name for name in OPTIONAL_NODES if is_device_node(self._config.dev / name)]
         libraries = find_driver_libraries(self._config.ldconfig(), inventory.driver.version)
         if not libraries:
@@ -168,13 +187,30 @@ class NvidiaEdits:
         return ContainerEdits(env=[VOID], device_nodes=nodes, mounts=mounts)
 
 
-def _node_name(uuid: str, by_uuid: dict[str, GpuFacts]) -> str:
-    gpu = by_uuid.get(uuid)
-    if gpu is None:
-        raise BindFailed("unknown_device", f"{uuid} is not on this node, or does not answer")
-    if gpu.minor is None:
-        raise BindFailed("device_missing", f"{uuid} has no device minor")
-    return f"nvidia{gpu.minor}"
+def _find_device(uuid: str, inventory: Inventory) -> tuple[GpuFacts, MigInstance | None]:
+    """The GPU with this UUID, or the MIG device and the GPU that it is a part of. Raises BindFailed."""
+    for gpu in inventory.gpus:
+        if gpu.uuid == uuid:
+            return gpu, None
+        for instance in gpu.mig_instances:
+            if instance.uuid == uuid:
+                return gpu, instance
+    raise BindFailed("unknown_device", f"{uuid} is not on this node, or does not answer")
+
+
+def find_capability_nodes(mig_minors: str, minor: int, instance: MigInstance) -> tuple[str, str] | None:
+    """The two device nodes that open a MIG device of the GPU with this minor, or None if they are not listed.
+
+    Args:
+        mig_minors: the driver's ``/proc/driver/nvidia-caps/mig-minors``; its lines are ``gpu0/gi1/access 12``.
+    """
+    numbers = dict(line.split() for line in mig_minors.splitlines() if len(line.split()) == 2)
+    gpu_instance = f"gpu{minor}/gi{instance.gpu_instance}"
+    whole = numbers.get(f"{gpu_instance}/access")
+    part = numbers.get(f"{gpu_instance}/ci{instance.compute_instance}/access")
+    return (
+        None if whole is None or part is None else (f"nvidia-caps/nvidia-cap{whole}", f"nvidia-caps/nvidia-cap{part}")
+    )
 
 
 def derive(base: Spec, gpu_uuids: Sequence[str], *, keep_gids: bool) -> ContainerEdits:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.inventory import CheckResult
+from shared.inventory import CheckResult, judge_instances
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shared.inventory import GpuFacts, GpuHealth, Inventory
+    from shared.inventory import GpuFacts, GpuHealth, Inventory, MigInstance
 
 
 def check_node(
@@ -37,6 +37,7 @@ def check_node(
             _check_ecc(inventory),
             _check_memory(inventory),
             _check_recovery(inventory),
+            *_check_mig(inventory),
             _check_nvlinks(inventory, expected),
             _check_fabric(inventory),
         ]
@@ -119,10 +120,29 @@ def _check_recovery(inventory: Inventory) -> CheckResult:
     return _result("nvml.recovery", problems, "the driver asks for nothing")
 
 
+def _check_mig(inventory: Inventory) -> Iterator[CheckResult]:
+    """On a node that is partitioned: what there is, and why nobody gets some of it. A layout fails nothing."""
+    if not any(gpu.mig for gpu in inventory.gpus):
+        return
+    layouts: list[str] = []
+    for gpu in inventory.gpus:
+        if gpu.mig:
+            shown = ", ".join(_show_instance(instance, why) for instance, why in judge_instances(gpu))
+            layouts.append(f"{gpu.uuid}: {shown or 'no instances; make some, or turn MIG off'}")
+    yield _result("nvml.mig", [], "; ".join(layouts))
+
+
+def _show_instance(instance: MigInstance, why_not: str) -> str:
+    name = instance.profile or instance.uuid
+    return f"{name} (GPU instance {instance.gpu_instance}: {why_not})" if why_not else name
+
+
 def _check_nvlinks(inventory: Inventory, expected: Sequence[GpuFacts]) -> CheckResult:
     lanes = {gpu.uuid: _count_lanes(gpu) for gpu in inventory.gpus}
     if expected:
-        want = {gpu.uuid: _count_lanes(gpu) for gpu in expected}
+        # MIG turns a GPU's links off, whatever it was accepted with
+        partitioned = {gpu.uuid for gpu in inventory.gpus if gpu.mig}
+        want = {gpu.uuid: _count_lanes(gpu) for gpu in expected if gpu.uuid not in partitioned}
         reason = "as accepted"
     else:
         want = _plan_switch_lanes(inventory.gpus, inventory.health.gpus)

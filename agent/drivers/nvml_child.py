@@ -15,6 +15,8 @@ NVML's own peculiarities stop here:
 * Field values carry an error code each.
 * A PCI address comes as ``00000000:19:00.0`` and is turned into sysfs's form.
 * A lost GPU can fail from the very handle on, while the count still includes it.
+* MIG devices have gaps in their numbers, and one can be destroyed between two calls about it; it is left out then, and
+  the next look finds what is there instead. Where a GPU instance is placed is told to root alone.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import re
 import sys
 import threading
 from collections import Counter
@@ -39,10 +42,10 @@ from agent.drivers.nvml_messages import (
     Request,
     SystemAnswer,
 )
-from shared.inventory import LINKS_MAX, GpuFacts, GpuHealth, NvLink
+from shared.inventory import LINKS_MAX, MIG_INSTANCES_MAX, GpuFacts, GpuHealth, MigInstance, NvLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from agent.drivers.nvml_messages import Answer
     from shared.inventory import FabricState, PeerKind, RecoveryAction
@@ -89,6 +92,12 @@ RECOVERY_ACTIONS: dict[int, RecoveryAction] = {
     pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: "drain_p2p",
     pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET: "drain_and_reset",
 }
+# There is none at this number, or there was one a moment ago.
+GONE = frozenset({pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT})
+# A GPU has at most as many placements of a profile as memory slices.
+PLACEMENTS_MAX = 64
+# "NVIDIA H100 80GB HBM3 MIG 3g.40gb"; "1c.3g.40gb" is a compute instance that is not all of its GPU instance.
+MIG_NAME = re.compile(r"\bMIG (?:\d+c\.)?(\d+g\.\d+gb\S*)$")
 # By the value type of a field: the member of the union that holds it.
 FIELD_MEMBERS = {
     pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
@@ -136,6 +145,8 @@ def read_gpu(index: int) -> GpuAnswer:
     uuid: str = pynvml.nvmlDeviceGetUUID(handle)
     mig = ask(pynvml.nvmlDeviceGetMigMode, handle)
     ecc = ask(pynvml.nvmlDeviceGetEccMode, handle)
+    in_mig_mode = mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    mig_slices, mig_instances = read_mig(handle) if in_mig_mode else (None, ())
     nvlinks, links_down = read_nvlinks(handle)
     facts = GpuFacts(
         uuid=uuid,
@@ -146,11 +157,89 @@ def read_gpu(index: int) -> GpuAnswer:
         # The first version of the struct: drivers before 2021 have no other, and its total is the same.
         memory_mib=pynvml.nvmlDeviceGetMemoryInfo(handle).total // MIB,
         numa_node=ask(pynvml.nvmlDeviceGetNumaNodeId, handle),
-        mig=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        mig=None if mig is None else in_mig_mode,
+        mig_slices=mig_slices,
+        mig_instances=mig_instances,
         ecc=None if ecc is None else ecc[0] == pynvml.NVML_FEATURE_ENABLED,
         nvlinks=nvlinks,
     )
     return GpuAnswer(facts, read_health(handle, uuid, links_down))
+
+
+def read_mig(handle: pynvml.Handle) -> tuple[int | None, tuple[MigInstance, ...]]:
+    """Return the memory slices of a GPU in MIG mode, and its MIG devices by GPU and compute instance."""
+    slices, profiles = read_mig_profiles(handle)
+    instances: list[MigInstance] = []
+    for index in range(min(ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0, MIG_INSTANCES_MAX)):
+        instance = ask_of_mig(read_mig_instance, handle, index, profiles)
+        if instance is not None:
+            instances.append(instance)
+    instances.sort(key=lambda instance: (instance.gpu_instance, instance.compute_instance))
+    return slices, tuple(instances)
+
+
+def ask_of_mig(fn: Callable[..., T], *args: object) -> T | None:
+    """As `ask`, and None for what is not there, or not any more."""
+    try:
+        return ask(fn, *args)
+    except pynvml.NVMLError as exc:
+        if exc.value in GONE:
+            return None
+        raise
+
+
+def read_mig_profiles(handle: pynvml.Handle) -> tuple[int | None, dict[int, str]]:
+    """Return the memory slices of the GPU, and the names of its profiles by id as far as the driver tells them."""
+    ends: list[int] = []
+    names: dict[int, str] = {}
+    for index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
+        # A driver knows the profiles of its time; a later one is an invalid argument to it.
+        info = ask_of_mig(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, index, 2)
+        if info is not None:
+            names[info.id] = (ask(profile_name, info) or "").removeprefix("MIG ")
+        else:
+            info = ask_of_mig(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, index, 1)
+        if info is not None:
+            ends += ask_of_mig(read_placement_ends, handle, info.id) or ()
+    return max(ends, default=None), names
+
+
+def profile_name(info: pynvml.GpuInstanceProfile) -> str:
+    """The binding decodes a text of a struct when it is read."""
+    return info.name
+
+
+def read_placement_ends(handle: pynvml.Handle, profile_id: int) -> list[int]:
+    """Return where the placements of a profile end, in memory slices, whatever is placed now."""
+    count = ctypes.c_uint()
+    pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, ctypes.byref(count))
+    count.value = min(count.value, PLACEMENTS_MAX)
+    placements = (pynvml.c_nvmlGpuInstancePlacement_t * count.value)()
+    pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, placements, ctypes.byref(count))
+    return [placement.start + placement.size for placement in placements[: count.value]]
+
+
+def read_mig_instance(handle: pynvml.Handle, index: int, profiles: Mapping[int, str]) -> MigInstance:
+    device = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+    gpu_instance: int = pynvml.nvmlDeviceGetGpuInstanceId(device)
+    placed = ask(read_gpu_instance, handle, gpu_instance)
+    attributes = ask(pynvml.nvmlDeviceGetAttributes_v2, device)
+    named = MIG_NAME.search(ask(pynvml.nvmlDeviceGetName, device) or "")
+    profile = "" if placed is None else profiles.get(placed.profileId, "")
+    return MigInstance(
+        uuid=pynvml.nvmlDeviceGetUUID(device),
+        gpu_instance=gpu_instance,
+        compute_instance=pynvml.nvmlDeviceGetComputeInstanceId(device),
+        profile=profile or (named[1] if named else ""),
+        start=None if placed is None else placed.placement.start,
+        size=None if placed is None else placed.placement.size,
+        whole=None if attributes is None else attributes.computeInstanceSliceCount == attributes.gpuInstanceSliceCount,
+        memory_mib=0 if attributes is None else attributes.memorySizeMB,
+    )
+
+
+def read_gpu_instance(handle: pynvml.Handle, gpu_instance: int) -> pynvml.c_nvmlGpuInstanceInfo_t:
+    return pynvml.nvmlGpuInstanceGetInfo(pynvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance))
 
 
 def read_health(handle: pynvml.Handle, uuid: str, links_down: tuple[int, ...]) -> GpuHealth:

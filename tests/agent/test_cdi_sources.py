@@ -22,7 +22,7 @@ from agent.drivers.cdi_sources import (
     read_soname,
 )
 from agent.drivers.cdi_spec import parse
-from shared.inventory import DriverFacts, GpuFacts, HostFacts, Inventory
+from shared.inventory import DriverFacts, GpuFacts, HostFacts, Inventory, MigInstance
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,6 +145,51 @@ def test_without_nvidias_spec_the_host_is_enough(host: NvidiaConfig, tmp_path: P
     assert edits.hooks is None
     spec = plan_spec(Assignment("rsv_x", (OTHER, GPU)), edits)
     assert spec.cdi_version == "0.3.0"
+
+
+MIG_MINORS = """config 1
+monitor 2
+gpu2/gi1/access 30
+gpu2/gi1/ci0/access 31
+gpu2/gi2/access 39
+gpu2/gi2/ci0/access 40
+gpu3/gi1/access 165
+gpu3/gi1/ci0/access 166
+"""
+
+
+def partitioned() -> Inventory:
+    """The GPU with minor 2 in two instances, the other whole."""
+    found = inventory(2, 3)
+    instances = tuple(
+        MigInstance(uuid=f"MIG-{gi}", gpu_instance=gi, compute_instance=0, profile="3g.40gb") for gi in (1, 2)
+    )
+    first, second = found.gpus
+    first = msgspec.structs.replace(first, mig=True, mig_slices=8, mig_instances=instances)
+    return msgspec.structs.replace(found, gpus=(first, second))
+
+
+def test_a_mig_device_is_its_gpu_and_the_two_nodes_that_open_it(host: NvidiaConfig) -> None:
+    minors = host.proc / "driver/nvidia-caps/mig-minors"
+    edits = NvidiaEdits(host, partitioned, "0.5.0")
+    with pytest.raises(BindFailed, match="mig-minors cannot be read"):
+        edits.read_edits(("MIG-2",))
+    minors.parent.mkdir(parents=True)
+    minors.write_text(MIG_MINORS)
+    with pytest.raises(BindFailed, match=r"/dev/nvidia-caps/nvidia-cap39 is missing .*nvidia-modprobe"):
+        edits.read_edits(("MIG-2",))
+    (host.dev / "nvidia-caps").mkdir()
+    for number in (30, 31, 39, 40):
+        os.mknod(host.dev / f"nvidia-caps/nvidia-cap{number}", 0o400 | stat.S_IFCHR, os.makedev(234, number))
+    shared = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-modeset"]
+    one = [node.path for node in edits.read_edits(("MIG-2",)).device_nodes or ()]
+    assert one == ["/dev/nvidia2", "/dev/nvidia-caps/nvidia-cap39", "/dev/nvidia-caps/nvidia-cap40", *shared]
+    both = [node.path for node in edits.read_edits(("MIG-1", "MIG-2", OTHER)).device_nodes or ()]
+    caps = [f"/dev/nvidia-caps/nvidia-cap{number}" for number in (30, 31, 39, 40)]
+    assert both == ["/dev/nvidia2", *caps, "/dev/nvidia3", *shared]
+    minors.write_text(MIG_MINORS.replace("gpu2/gi2/ci0/access 40\n", ""))
+    with pytest.raises(BindFailed, match="mig-minors does not list MIG-2"):
+        edits.read_edits(("MIG-2",))
 
 
 def test_a_fresh_spec_of_nvidias_is_preferred(host: NvidiaConfig, base: dict[str, Any]) -> None:

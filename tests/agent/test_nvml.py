@@ -15,11 +15,12 @@ import trio.testing
 from agent.drivers.base import DeviceUnavailable, GpuProcess
 from agent.drivers.nvml import STUCK_CHILDREN_MAX, NvmlConfig, open_nvml
 from agent.drivers.nvml_messages import ReadSystem
-from shared.inventory import decode_sections, encode_sections
+from shared.inventory import MigInstance, decode_sections, encode_sections, judge_instances
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shared.inventory import GpuFacts
     from tests.support.nvml import FakeNode
 
 GPU_0 = "GPU-671ebe9f-7906-5038-8dae-de39633821dd"
@@ -50,6 +51,121 @@ async def test_a_full_inventory(node: FakeNode) -> None:
     assert (health.remap_pending, health.remap_failed, health.ecc_uncorrected) == (False, False, 0)
     assert inventory.health.faults == ()
     assert decode_sections(encode_sections(inventory)) == inventory
+
+
+MIG_1, MIG_2 = "MIG-c6764d28-86f6-5753-abd4-97347882316d", "MIG-bcd52be3-b2f0-5625-922e-d11a0f675b0f"
+
+
+async def probe_mig(node: FakeNode) -> GpuFacts:
+    async with open_nvml(node.config()) as driver:
+        return (await driver.probe()).gpus[7]
+
+
+async def test_a_gpu_in_mig_mode_shows_its_instances_and_where_they_are(node: FakeNode) -> None:
+    gpu = await probe_mig(node)
+    assert (gpu.mig, gpu.mig_slices) == (True, 8)
+    both = [
+        MigInstance(
+            uuid=uuid,
+            gpu_instance=gi,
+            compute_instance=0,
+            profile="3g.40gb",
+            start=start,
+            size=4,
+            whole=True,
+            memory_mib=40320,
+        )
+        for uuid, gi, start in ((MIG_1, 1, 0), (MIG_2, 2, 4))
+    ]
+    assert gpu.mig_instances == tuple(both)
+    assert [why for _, why in judge_instances(gpu)] == ["", ""]
+
+
+async def test_without_instances_there_is_a_mode_and_a_size(node: FakeNode) -> None:
+    node.edit("gpu 7", "mig.0 = none", "mig.1 = none")
+    gpu = await probe_mig(node)
+    assert (gpu.mig, gpu.mig_slices, gpu.mig_instances) == (True, 8, ())
+    # the other GPUs are not asked for what they do not have
+    node.edit("gpu 7", "mig_mode = 0/1")
+    assert ((gpu := await probe_mig(node)).mig, gpu.mig_slices) == (False, None)
+
+
+@pytest.mark.parametrize("code", [2, 6], ids=["INVALID_ARGUMENT", "NOT_FOUND"])
+@pytest.mark.parametrize("function", ["GetGpuInstanceId", "GetComputeInstanceId", "GetGpuInstanceById"])
+async def test_an_instance_that_goes_between_two_calls_is_left_out(node: FakeNode, function: str, code: int) -> None:
+    node.edit("gpu 7", f"err.nvmlDevice{function} = {code}")
+    gpu = await probe_mig(node)
+    assert (gpu.mig, gpu.mig_instances) == (True, ())
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "profile", "why"),
+    [
+        ("nvmlDeviceGetGpuInstanceById", 4, "3g.40gb", "the driver does not tell where it is placed"),
+        ("nvmlDeviceGetGpuInstancePossiblePlacements_v2", 13, "3g.40gb", "the driver does not tell where"),
+        ("nvmlDeviceGetGpuInstanceProfileInfoV", 13, "3g.40gb", ""),
+        ("nvmlDeviceGetAttributes_v2", 13, "3g.40gb", "the driver does not tell its profile"),
+        ("nvmlDeviceGetName", 3, "3g.40gb", ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_what_a_driver_does_not_tell_of_an_instance(
+    node: FakeNode, function: str, code: int, profile: str, why: str
+) -> None:
+    node.edit("gpu 7", f"err.{function} = {code}")
+    gpu = await probe_mig(node)
+    assert [instance.profile for instance in gpu.mig_instances] == [profile] * 2
+    assert all(found.startswith(why) and bool(found) == bool(why) for _, found in judge_instances(gpu))
+
+
+async def test_old_drivers_have_mig_devices_or_do_not_say(node: FakeNode) -> None:
+    node.edit("gpu 7", "err.nvmlDeviceGetMaxMigDeviceCount = 13")
+    assert (await probe_mig(node)).mig_instances == ()
+
+
+async def test_only_a_compute_instance_that_is_all_of_its_gpu_instance_is_given_out(node: FakeNode) -> None:
+    node.edit(
+        "gpu 7",
+        f"mig.0 = {MIG_1},1,0,2c.3g.40gb,3,40320,9,2,0,4,2",
+        f"mig.1 = {MIG_2},1,1,1c.3g.40gb,3,40320,9,2,0,4,1",
+        "mig.2 = MIG-0f0a5d2c-5d7e-5bb0-8c8a-3a3ad1a3a3f6,2,0,1c.2g.20gb,2,19968,14,1,4,2,1",
+        "mig.3 = MIG-1c6b5d0e-32d4-5f2b-9b34-40d53a1f9d3b,7,0,1g.10gb+me,1,9856,20,7,6,1",
+    )
+    async with open_nvml(node.config()) as driver:
+        accepted = (await driver.probe()).gpus
+        checks = {check.name: check for check in await driver.diagnose(accepted)}
+    assert [why for _, why in judge_instances(accepted[7])] == [
+        *["it has 2 compute instances; one that is all of it can be given out"] * 2,
+        "its compute instance is a part of it; one that is all of it can be given out",
+        "",
+    ]
+    assert [instance.profile for instance in accepted[7].mig_instances] == [
+        "3g.40gb",
+        "3g.40gb",
+        "2g.20gb",
+        "1g.10gb+me",
+    ]
+    assert checks["nvml.mig"].ok
+    assert checks["nvml.mig"].detail.startswith(f"{GPU_7}: 3g.40gb (GPU instance 1: it has 2 compute instances;")
+    assert checks["nvml.mig"].detail.endswith("1g.10gb+me")
+
+
+async def test_mig_turned_on_or_off_after_acceptance_is_no_fault(node: FakeNode) -> None:
+    async with open_nvml(node.config()) as driver:
+        partitioned = (await driver.probe()).gpus
+        node.edit("gpu 7", "mig_mode = 0/0", "nvlinks = 18")
+        whole = (await driver.probe()).gpus
+        again = await driver.diagnose(partitioned)
+        node.edit("gpu 7", "mig_mode = 1/1", "nvlinks = 0")
+        checks = [*again, *await driver.diagnose(whole)]
+    assert {check.name for check in checks if not check.ok} == {"nvml.control_nodes"}
+
+
+async def test_who_computes_on_an_instance(node: FakeNode) -> None:
+    async with open_nvml(node.config()) as driver:
+        assert await driver.processes(MIG_1) == []
+        with pytest.raises(DeviceUnavailable):
+            await driver.processes("MIG-nobody")
 
 
 async def test_minors_are_not_indices_and_slots_are_pci_positions(node: FakeNode) -> None:

@@ -174,7 +174,17 @@ static const char *node_text(const char *k, const char *d) {
     return v ? v : d;
 }
 
-/* a MIG device: mig.<n> = UUID,gi,ci,profileName,slices,memMiB,giProfileId,giProfileIndex */
+/* a MIG device: mig.<n> = UUID,gi,ci,profileName,slices,memMiB,giProfileId,giProfileIndex,start,size[,ciSlices];
+ * start and size are in memory slices, and a compute instance has all of its GPU instance's slices if not told */
+static void find_mig_place(int g, int m, u32 *start, u32 *size, u32 *ci_slices) {
+    char k[16];
+    snprintf(k, sizeof k, "mig.%d", m);
+    u32 slices = 0, ci = 0;
+    *start = *size = 0;
+    int found = sscanf(gpu_text(g, k, ""), "%*[^,],%*u,%*u,%*[^,],%u,%*u,%*u,%*u,%u,%u,%u", &slices, start, size, &ci);
+    *ci_slices = found == 4 ? ci : slices;
+}
+
 static int find_mig(int g, int m, char *uuid, u32 *gi_, u32 *ci, char *prof, u32 *sl, u32 *mem, u32 *pid,
                     u32 *pidx) {
     char k[16];
@@ -937,8 +947,9 @@ API nvmlDeviceGetAttributes_v2(
     memset(o, 0, sizeof *o);
     o->a[0] = 16 * s;
     o->a[1] = 1;
+    u32 start, size;
     o->a[6] = s;
-    o->a[7] = s;
+    find_mig_place(g, d_->mig, &start, &size, &o->a[7]);
     o->mb = m;
     LEAVE(OK);
 }
@@ -972,12 +983,11 @@ API nvmlGpuInstanceGetInfo(
     } * o) {
     pthread_mutex_lock(&lock);
     gi *q = x;
-    u32 s = 0;
+    u32 ci_slices;
     o->d = &handles[q->gpu][0];
-    if (!find_mig(q->gpu, q->mig, 0, &o->id, 0, 0, &s, 0, &o->pid, 0))
+    if (!find_mig(q->gpu, q->mig, 0, &o->id, 0, 0, 0, 0, &o->pid, 0))
         LEAVE(NOTFOUND);
-    o->st = 0;
-    o->sz = s;
+    find_mig_place(q->gpu, q->mig, &o->st, &o->sz, &ci_slices);
     LEAVE(OK);
 }
 
@@ -1005,6 +1015,28 @@ static int find_profile(int gg, u32 i, u32 *id, char *nm, u32 *sl, u32 *c, u32 *
     snprintf(k, sizeof k, "gi_profile.%u", i);
     const char *v = gpu_text(gg, k, NULL);
     return v && sscanf(v, "%u,%95[^,],%u,%u,%u,%u", id, nm, sl, c, sm, mem) == 6;
+}
+
+/* gi_placements.<profile id> = start:size,start:size,... */
+API nvmlDeviceGetGpuInstancePossiblePlacements_v2(
+    void *h, u32 id, struct {
+        u32 st, sz;
+    } * o, u32 *n) {
+    BEGIN(h);
+    char k[32];
+    snprintf(k, sizeof k, "gi_placements.%u", id);
+    const char *v = gpu_text(g, k, NULL);
+    if (!v || d_->mig >= 0)
+        LEAVE(NOTSUP);
+    u32 room = *n, there = 0, st, sz;
+    int used;
+    for (; sscanf(v, "%u:%u%n", &st, &sz, &used) == 2; v += used + (v[used] == ',')) {
+        if (o && there < room)
+            o[there].st = st, o[there].sz = sz;
+        there++;
+    }
+    *n = there;
+    LEAVE(o && there > room ? SMALL : OK);
 }
 
 API nvmlDeviceGetGpuInstanceProfileInfo(
