@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.capacity import end as ending
-from controlplane.capacity.place import BIND_TIMEOUT, announce, bind
+from controlplane.capacity.place import BIND_TIMEOUT, Contended, announce, bind
 from controlplane.capacity.repair import tend_held, tend_placed
 from controlplane.capacity.replace import drop_unbound
 from controlplane.db import ledger, reservations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from controlplane.capacity.place import LedgerTools
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
-    from controlplane.model.states import ReservationState
+    from controlplane.model.states import ReservationCondition, ReservationState
 
 # A hold in the way is announced by its release; this is the safety net.
 WAITING_RECHECK = timedelta(seconds=15)
@@ -41,7 +41,8 @@ def step(tx: Tx, tools: LedgerTools, reservation_id: int) -> timedelta | None:
         How long until something is due again, or None if only an event can change anything.
 
     Raises:
-        Contended: a guard refused a repair; nothing may be kept of this transaction.
+        Contended: a guard refused a repair, or somebody in its way is being changed; nothing may be kept of this
+            transaction.
     """
     reservation = reservations.lock_reservation(tx, reservation_id)
     if reservation is None or reservation.ended_at is not None:
@@ -86,30 +87,31 @@ def _step_placed(tx: Tx, tools: LedgerTools, reservation: Reservation, now: date
     outcome = bind(tx, tools, reservation, now)
     if outcome == "bound":
         return _next_look(now, now + BIND_TIMEOUT, reservation.window_end)
-    condition = "spec_full" if outcome == "spec_full" else "waiting_for_release"
+    condition: ReservationCondition = "spec_full" if outcome == "spec_full" else "waiting_for_release"
     if reservations.set_condition(tx, reservation.reservation_id, condition, present=True):
         _tell_both_holders(tx, reservation, condition)
     return WAITING_RECHECK
 
 
-def _tell_both_holders(tx: Tx, reservation: Reservation, condition: str) -> None:
-    """Tell the one that waits, and those in its way that should have let go.
+def _tell_both_holders(tx: Tx, reservation: Reservation, condition: ReservationCondition) -> None:
+    """Tell the one that waits, and those in its way that should have let go, and wake these.
 
-    Theirs is only an event and a wake-up: their rows come before this one's nodes in the lock order.
+    Theirs is an event alone, and nothing that they do meanwhile comes before it: their rows are locked. These come
+    before this one's nodes, which are locked, in the lock order, so nobody is waited for. Raises Contended.
     """
     announce(tx, reservation, "condition", condition=condition, present=True)
-    in_the_way: set[int] = set()
-    for booking in ledger.load_bookings(tx, reservation.reservation_id):
-        in_the_way |= {
-            hold.reservation_id
-            for hold in ledger.load_open_on_node(tx, booking.node_id)
-            if hold.state == "releasing" and hold.reservation_id != reservation.reservation_id
-        }
-    for reservation_id in sorted(in_the_way):
-        holder = reservations.load_reservation(tx, reservation_id)
-        assert holder is not None, "an allocation has a reservation"
+    in_the_way = {
+        hold.reservation_id
+        for booking in ledger.load_bookings(tx, reservation.reservation_id)
+        for hold in ledger.load_open_on_node(tx, booking.node_id)
+        if hold.state == "releasing" and hold.reservation_id != reservation.reservation_id
+    }
+    holders = reservations.lock_those_free(tx, in_the_way)
+    if len(holders) < len(in_the_way):
+        raise Contended("reservation")
+    for holder in holders.values():
         announce(tx, holder, "condition", condition="overrun", present=True, in_the_way_of=reservation.public_id)
-    enqueue(tx, "reservation", [str(reservation_id) for reservation_id in sorted(in_the_way)])
+    enqueue(tx, "reservation", map(str, holders))
 
 
 def _step_binding(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:

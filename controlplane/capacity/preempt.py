@@ -58,7 +58,7 @@ def preempt_for(tx: Tx, tools: LedgerTools, reservation_id: int) -> Sequence[int
     if asked is None or asked.state != "queued":
         return ()
     may_go = preemption.load_borrowers(tx, asked.tenant_id, limit=BORROWERS_MAX)
-    locked = preemption.lock_those_free(tx, {reservation_id, *may_go})
+    locked = reservations.lock_those_free(tx, {reservation_id, *may_go})
     owner = locked.get(reservation_id)
     if owner is None or owner.state != "queued":
         return ()

@@ -78,21 +78,6 @@ def load_leaving(tx: Tx, tenant_id: int, pool_id: int, *, limit: int) -> list[Re
     )
 
 
-def lock_those_free(tx: Tx, reservation_ids: Collection[int]) -> dict[int, Reservation]:
-    """Lock reservations in id order, leaving out those that somebody is changing now."""
-    rows = tx.rows(
-        Reservation,
-        "select"
-        + COLUMNS
-        + """
-        from reservation r where r.reservation_id = any(%(ids)s)
-        order by r.reservation_id for no key update skip locked
-        """,
-        {"ids": sorted(reservation_ids)},
-    )
-    return {row.reservation_id: row for row in rows}
-
-
 def set_preempting(tx: Tx, reservation_id: int, *, preempting: bool) -> None:
     """Note whether a locked queued reservation waits for borrowers to go."""
     tx.execute(

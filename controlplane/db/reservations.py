@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from controlplane.model.shares import charged_gpus, parse_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from datetime import datetime
 
     from controlplane.db.tx import Tx
@@ -169,6 +169,21 @@ def lock_reservation(tx: Tx, reservation_id: int) -> Reservation | None:
         "select" + COLUMNS + "from reservation r where r.reservation_id = %(id)s for no key update",
         {"id": reservation_id},
     )
+
+
+def lock_those_free(tx: Tx, reservation_ids: Collection[int]) -> dict[int, Reservation]:
+    """Lock reservations in id order, leaving out those that somebody is changing now."""
+    rows = tx.rows(
+        Reservation,
+        "select"
+        + COLUMNS
+        + """
+        from reservation r where r.reservation_id = any(%(ids)s)
+        order by r.reservation_id for no key update skip locked
+        """,
+        {"ids": sorted(reservation_ids)},
+    )
+    return {row.reservation_id: row for row in rows}
 
 
 def find_reservation(tx: Tx, public_id: str, tenant_ids: Sequence[int] | None) -> Reservation | None:

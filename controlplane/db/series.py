@@ -152,8 +152,11 @@ def load_occurrences(tx: Tx, series_id: int) -> list[StoredOccurrence]:
     )
 
 
-def mark_cancelled(tx: Tx, series_id: int) -> None:
-    """Note when a series was first cancelled."""
-    tx.execute(
-        "update series set cancelled_at = compute_now() where series_id = %s and cancelled_at is null", (series_id,)
+def mark_cancelled(tx: Tx, series_id: int) -> bool:
+    """Note when a series was cancelled; False if it had been before."""
+    return (
+        tx.execute(
+            "update series set cancelled_at = compute_now() where series_id = %s and cancelled_at is null", (series_id,)
+        )
+        == 1
     )

@@ -298,8 +298,7 @@ def _cancel(tx: Tx, call: Call, given: CancelSeries, target: Target[db_series.Se
     for reservation in locked:
         assert reservation is not None, "reservations are never deleted"
         cancelled += ending.cancel(tx, reservation, now, detail=f"series {row.public_id} was cancelled")
-    db_series.mark_cancelled(tx, row.series_id)
-    if row.cancelled_at is None:
+    if db_series.mark_cancelled(tx, row.series_id):
         outbox.publish(tx, "series.cancelled", row.public_id, {"cancelled": cancelled}, tenant_id=row.tenant_id)
     return Outcome(_show(tx, call, row.public_id), detail={"cancelled": cancelled})
 

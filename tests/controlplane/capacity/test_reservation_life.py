@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 import trio
 
 from controlplane.capacity.lifecycle import step
-from controlplane.capacity.place import Placed
+from controlplane.capacity.place import Contended, Placed
 from controlplane.model.evidence import Applied, Refused
 from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
@@ -276,6 +277,28 @@ async def test_an_overrun_keeps_the_next_one_waiting_until_the_node_lets_go(dsn:
         later = await fleet.step(later)
         assert (later.state, later.conditions) == ("binding", [])
         fleet.assert_sound()
+
+
+async def test_who_is_in_the_way_is_told_of_it_only_while_nobody_changes_it(dsn: Dsn) -> None:
+    """It might be told of an overrun after it was told that it is released."""
+    async with open_fleet(dsn) as fleet:
+        first = await fleet.reserve(8, duration_s=3600)
+        await fleet.bound(first)
+        later = await fleet.reserve(8, start_s=3600, duration_s=3600)
+        fleet.advance(3601)
+        await fleet.step(first)
+        with psycopg.connect(dsn.worker) as conn:
+            conn.execute("select from reservation where reservation_id = %s for update", (first.reservation_id,))
+            with pytest.raises(Contended):
+                await fleet.step(later)
+        assert (await fleet.load(later.reservation_id)).conditions == []
+        later = await fleet.step(later)
+        assert later.conditions == ["waiting_for_release"]
+        told = fleet.execute(
+            "select data->>'in_the_way_of' from outbox where kind = 'reservation.condition' and subject = %s",
+            first.public_id,
+        )
+        assert told == [(later.public_id,)]
 
 
 async def test_a_waiting_reservation_moves_where_there_is_room(dsn: Dsn) -> None:
