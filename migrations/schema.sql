@@ -139,6 +139,15 @@ CREATE FUNCTION public.compute_now() RETURNS timestamp with time zone
     LANGUAGE sql STABLE PARALLEL SAFE
     AS $$ select statement_timestamp() $$;
 
+-- function compute_order_xid()
+
+CREATE FUNCTION public.compute_order_xid() RETURNS xid8
+    LANGUAGE plpgsql
+    AS $$
+begin
+  return greatest(pg_current_xact_id(), (pg_snapshot_xmax(pg_current_snapshot())::text::int8 - 1)::text::xid8);
+end $$;
+
 -- function device_changed()
 
 CREATE FUNCTION public.device_changed() RETURNS trigger
@@ -501,7 +510,7 @@ ALTER TABLE public.allocation ALTER COLUMN allocation_id ADD GENERATED ALWAYS AS
 
 CREATE TABLE public.audit_event (
     seq bigint NOT NULL,
-    xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
+    xid xid8 DEFAULT public.compute_order_xid() NOT NULL,
     at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
     tenant_id integer,
     principal text NOT NULL,
@@ -519,7 +528,7 @@ PARTITION BY RANGE (at);
 
 CREATE TABLE public.audit_event_default (
     seq bigint CONSTRAINT audit_event_seq_not_null NOT NULL,
-    xid xid8 DEFAULT pg_current_xact_id() CONSTRAINT audit_event_xid_not_null NOT NULL,
+    xid xid8 DEFAULT public.compute_order_xid() CONSTRAINT audit_event_xid_not_null NOT NULL,
     at timestamp with time zone DEFAULT public.compute_now() CONSTRAINT audit_event_at_not_null NOT NULL,
     tenant_id integer,
     principal text CONSTRAINT audit_event_principal_not_null NOT NULL,
@@ -1101,7 +1110,7 @@ ALTER TABLE public.offering ALTER COLUMN offering_id ADD GENERATED ALWAYS AS IDE
 
 CREATE TABLE public.outbox (
     seq bigint NOT NULL,
-    xid xid8 DEFAULT pg_current_xact_id() NOT NULL,
+    xid xid8 DEFAULT public.compute_order_xid() NOT NULL,
     event_id text NOT NULL,
     kind text NOT NULL,
     subject text NOT NULL,

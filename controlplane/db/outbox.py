@@ -1,10 +1,14 @@
 """The transactional outbox: an event is a row that is written in the transaction it speaks of.
 
-Readers page by the pair (xid, seq) and see only rows of transactions that ended before every
-transaction that is still open began (`xid < pg_snapshot_xmin`). So a cursor never passes a row
-that commits late, at the price that one long transaction holds the readers back; the roles'
-timeouts bound that.  Event order is therefore the order of transaction ids, which two transactions
-that touch the same row always agree on.
+Readers page by the pair (xid, seq) and see only rows whose xid is lower than that of every transaction that
+is still open (`xid < pg_snapshot_xmin`). `xid` is the newest transaction that had ended when the row was written,
+or the writer's own if that is newer (`compute_order_xid`), and `seq` is drawn as the row is written. So:
+
+    a cursor never passes a row that commits late: a row's xid is never lower than its transaction's own
+    events of one thing are in the order of its changes, as whoever publishes has changed it, and so
+        holds its lock: it had to wait until whoever was there before had ended
+
+The price is that one long transaction holds the readers back; the roles' timeouts bound that.
 
 Readers are woken by the channel "bc_events", after the commit (`Tx.wake`).
 """
@@ -24,13 +28,13 @@ if TYPE_CHECKING:
 
     from controlplane.db.tx import Tx
 
-# PostgreSQL's largest int8: a cursor at the end of its transaction.
+# PostgreSQL's largest int8: a cursor behind all that there can be.
 SEQ_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A place in the order of events (and of audit rows): after this transaction and sequence number."""
+    """A place in the order of events (and of audit rows): after those with this xid and sequence number."""
 
     xid: int
     seq: int
@@ -58,7 +62,7 @@ class Event:
 
 
 def publish(tx: Tx, kind: str, subject: str, data: Mapping[str, object], *, tenant_id: int | None) -> None:
-    """Write an event.
+    """Write an event, after the change that it speaks of: the lock of the changed row orders them.
 
     Args:
         kind: noun.verb of a closed list, as in ``reservation.active``.

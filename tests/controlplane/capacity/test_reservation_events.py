@@ -6,7 +6,6 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import trio
 
 from controlplane.capacity import end as ending
@@ -112,9 +111,6 @@ async def test_without_gpus_there_is_no_model(dsn: Dsn) -> None:
         assert (data["gpu_model"], data["gpus"], data["vcpus"], data["nodes"]) == (None, 0, 6, ["node-0"])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="readers go by transaction id, and a transaction may have its own before it waits for the row"
-)
 async def test_events_of_one_reservation_come_in_the_order_of_its_changes(dsn: Dsn) -> None:
     """The request that releases has claimed its idempotency key when the node's word makes the reservation active."""
     async with open_fleet(dsn) as fleet:
