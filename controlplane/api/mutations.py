@@ -106,6 +106,8 @@ class _Run:
             if key is not None and (first := _first_outcome(idempotency.look_up(tx, key))) is not None:
                 return first
             return method.load(tx, self.call, self.typed)
+        # It holds nothing. Whoever is answered, with a yes or a no, has waited for the disk with what came after it.
+        tx.allow_loss()
         draft_id = self.call.context.ids.new(method.prefix)
         if key is None:
             return method.draft(tx, self.call, self.typed, draft_id)

@@ -5,7 +5,7 @@ settles it: the row is deleted only if its generation has not moved since the cl
 key is free and due at once, because the run may have looked before the change.  Enqueueing and
 the change are one transaction, so a run that saw an older state finds a moved generation.
 
-Claims and settlements do not wait for the disk (`synchronous_commit`): one that a crash takes back
+Claims and settlements do not wait for the disk (`Tx.allow_loss`): one that a crash takes back
 means that a key runs once more, which it must be able to bear anyway.
 
 Two things keep a key from being run twice at once.  A claim is respected by everybody until it
@@ -171,7 +171,7 @@ def claim(
     `leases` maps each shard to the name and epoch of the lease that `worker_id` holds on it;
     a shard whose lease has run out or is another's is left out.
     """
-    tx.execute("set local synchronous_commit = off")
+    tx.allow_loss()
     _walk_the_index(tx)
     return tx.rows(
         Claimed,
@@ -238,7 +238,7 @@ def settle(tx: Tx, queue: Queue, settlements: Collection[Settlement], worker_id:
     Never waits for a row: one that an open transaction has enqueued is `busy`, and to be settled
     again a moment later, with the generation that it has then.
     """
-    tx.execute("set local synchronous_commit = off")
+    tx.allow_loss()
     by_key = {settlement.claimed.key: settlement for settlement in settlements}
     locked: list[tuple[str, int]] = tx.tuples(
         """

@@ -9,6 +9,9 @@ serialization failure or a deadlock call it again in a *new* transaction (a retr
 would see its own failed writes).  Hence a function may run several times: it has no effect but its
 statements.
 
+A transaction may say that a crash of the server can take it back (`Tx.allow_loss`); its commit then does not wait
+for the disk.  One that commits after it and does wait brings both there.
+
 Between statements the transaction's total deadline and the caller's cancellation are checked; both
 roll back.  Once COMMIT has been sent there are three outcomes: committed, refused with an error
 from the server (a deferred constraint), or `UnknownCommit` if the connection was lost before the
@@ -197,8 +200,13 @@ class Tx:
         self._check = check
         self._savepoints = 0
         self.wakes: dict[tuple[str, str], None] = {}
+        self.may_be_lost = False
         self._late: dict[Callable[[Tx, list[Any]], None], list[Any]] = {}
         self._on_end: list[Callable[[bool], None]] = []
+
+    def allow_loss(self) -> None:
+        """Do not wait for the disk with the commit: if the database's server crashes, this may not have happened."""
+        self.may_be_lost = True
 
     def late(self, write: Callable[[Tx, list[T]], None], items: Iterable[T]) -> None:
         """Have `write` called once before the commit, with the items of all such calls.
@@ -332,7 +340,7 @@ def run_transaction(
             result = fn(tx)
             tx.write_late()
             on_written(tx.wakes)
-            _commit(conn)
+            _commit(conn, may_be_lost=tx.may_be_lost)
         except Contention:
             _roll_back(conn)
             tx.end(committed=False)
@@ -361,7 +369,7 @@ def _begin(conn: psycopg.Connection[Any]) -> None:
     _send_command(conn, b"begin")
 
 
-def _commit(conn: psycopg.Connection[Any]) -> None:
+def _commit(conn: psycopg.Connection[Any], *, may_be_lost: bool) -> None:
     status = conn.pgconn.transaction_status
     if status == TransactionStatus.UNKNOWN:
         raise DatabaseUnavailable("the connection is closed")
@@ -369,7 +377,8 @@ def _commit(conn: psycopg.Connection[Any]) -> None:
     if status == TransactionStatus.INERROR:
         raise AbortedTransaction("a statement had failed and its error was swallowed")
     try:
-        _send_command(conn, b"commit")
+        # in one message: the setting is this transaction's, and costs no round trip
+        _send_command(conn, b"set local synchronous_commit = off; commit" if may_be_lost else b"commit")
     except DatabaseUnavailable as exc:
         raise UnknownCommit(str(exc)) from exc
 

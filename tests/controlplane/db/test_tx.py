@@ -424,6 +424,34 @@ async def test_what_is_written_late_is_written_once_with_the_commit(scratch: str
     assert written == [[1, 2, 3]]
 
 
+@pytest.mark.parametrize(("may_be_lost", "waits"), [(False, "on"), (True, "off")])
+async def test_only_a_commit_that_may_be_lost_does_not_wait_for_the_disk(
+    scratch: str, *, may_be_lost: bool, waits: str
+) -> None:
+    def prepare(tx: Tx) -> None:
+        tx.execute("create table seen (setting text)")
+        tx.execute(
+            "create function see() returns trigger language plpgsql as"
+            " $$ begin insert into seen values (current_setting('synchronous_commit')); return new; end $$"
+        )
+        tx.execute(
+            "create constraint trigger see after insert on entry deferrable initially deferred"
+            " for each row execute function see()"
+        )
+
+    def change(tx: Tx) -> None:
+        if may_be_lost:
+            tx.allow_loss()
+        tx.execute(INSERT, (1, 1, "[0,1)"))
+
+    async with open_database(DatabaseConfig(scratch, pool_size=1)) as database:
+        await database.run_tx(prepare)
+        await database.run_tx(change)
+        # as the trigger found it in the commit, and as the next transaction of the connection finds it
+        assert await database.run_tx(lambda tx: tx.tuples("select setting from seen")) == [(waits,)]
+        assert await database.run_tx(lambda tx: tx.value("show synchronous_commit")) == "on"
+
+
 @pytest.mark.parametrize("fails", [False, True])
 async def test_memory_is_told_how_a_transaction_ended(scratch: str, *, fails: bool) -> None:
     told: list[bool] = []
