@@ -29,7 +29,7 @@ class SpecFull(Exception):
 
 def write_spec(tx: Tx, node_id: int, *, signer: IntentSigner, now: datetime) -> int:
     """Write and sign the node's next generation; returns its number. Raises SpecFull."""
-    version, entries = specs.load_version(tx, node_id), specs.load_entries(tx, node_id)
+    version, entries = specs.load_desired(tx, node_id)
     generation = version.generation + 1
     payload = SpecPayload(
         node_id=version.node_public_id,

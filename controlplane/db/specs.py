@@ -34,35 +34,25 @@ class SpecEntry:
     ends_at: datetime | None
 
 
-def load_version(tx: Tx, node_id: int) -> SpecVersion:
-    """The cluster's incarnation and the node's newest generation (0 before the first spec)."""
-    version = tx.row(
-        SpecVersion,
+def load_desired(tx: Tx, node_id: int) -> tuple[SpecVersion, list[SpecEntry]]:
+    """Where a node that exists stands, and what its next spec holds, oldest first.
+
+    The generation is 0 before the first spec.
+    """
+    rows = tx.tuples(
         """
-        select n.public_id as node_public_id, c.incarnation, coalesce(s.generation, 0) as generation
+        select n.public_id, c.incarnation, coalesce(s.generation, 0),
+               a.public_id, r.public_id, a.state = 'releasing', a.device_uuids, a.vcpus, a.memory_mib,
+               lower(r.during), upper(r.during)
         from node n cross join cluster c left join node_spec s using (node_id)
+        left join (allocation a join reservation r using (reservation_id))
+          on a.node_id = n.node_id and a.released_at is null
         where n.node_id = %(node)s
-        """,
-        {"node": node_id},
-    )
-    assert version is not None, "whoever writes a spec has locked its node"
-    return version
-
-
-def load_entries(tx: Tx, node_id: int) -> list[SpecEntry]:
-    """What the node's next spec holds, oldest first."""
-    return tx.rows(
-        SpecEntry,
-        """
-        select a.public_id as allocation_public_id, r.public_id as reservation_public_id,
-               a.state = 'releasing' as releasing, a.device_uuids, a.vcpus, a.memory_mib,
-               lower(r.during) as starts_at, upper(r.during) as ends_at
-        from allocation a join reservation r using (reservation_id)
-        where a.node_id = %(node)s and a.released_at is null
         order by a.allocation_id
         """,
         {"node": node_id},
     )
+    return SpecVersion(*rows[0][:3]), [SpecEntry(*row[3:]) for row in rows if row[3] is not None]
 
 
 def store_spec(tx: Tx, node_id: int, *, incarnation: int, generation: int, envelope: bytes, now: datetime) -> None:

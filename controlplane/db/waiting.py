@@ -123,13 +123,38 @@ def set_pending_reasons(tx: Tx, pending: Mapping[int, Pending]) -> list[int]:
     ]
 
 
-def load_first_start(tx: Tx, pool_id: int) -> tuple[int, datetime | None]:
-    """How many wait for a pool, and the earliest start that is estimated for one of them."""
-    ((count, first),) = tx.tuples(
-        "select count(*), min(estimated_start) from reservation where pool_id = %(pool)s and state = 'queued'",
-        {"pool": pool_id},
+@dataclass(frozen=True, slots=True)
+class NewInQueue(Reservation):
+    """A reservation with how many wait for its pool, and the earliest start that is estimated for one of them."""
+
+    waiting: int
+    first_start: datetime | None
+
+
+def lock_with_queue(tx: Tx, reservation_id: int) -> NewInQueue | None:
+    """Lock a reservation, as `lock_reservation` does, and look at the queue of its pool."""
+    return tx.row(
+        NewInQueue,
+        "select"
+        + COLUMNS
+        + """
+          , w.waiting, w.first_start
+        from reservation r cross join lateral (
+          select count(*) as waiting, min(q.estimated_start) as first_start
+          from reservation q where q.pool_id = r.pool_id and q.state = 'queued') w
+        where r.reservation_id = %(id)s for no key update of r
+        """,
+        {"id": reservation_id},
     )
-    return count, first
+
+
+def count_waiting(tx: Tx, pool_id: int) -> int:
+    """How many wait for a pool."""
+    count = tx.value(
+        "select count(*) from reservation where pool_id = %(pool)s and state = 'queued'", {"pool": pool_id}
+    )
+    assert count is not None, "an aggregate has one row"
+    return count
 
 
 def set_priority(tx: Tx, reservation_id: int, priority: int) -> bool:

@@ -44,21 +44,20 @@ def rewrite_if_stale(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
 
 def _is_current(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
     stored = specs.load_spec_envelope(tx, node_id)
+    version, entries = specs.load_desired(tx, node_id)
     if stored is None:
         # as before adoption
-        return not specs.load_entries(tx, node_id)
+        return not entries
     try:
         envelope = decode_envelope(stored)
         spec = decode_payload(SpecPayload, envelope.payload)
     except (BadSignature, WireError):
         return False
-    entries = specs.load_entries(tx, node_id)
     wanted = {(entry.allocation_public_id, entry.releasing, tuple(entry.device_uuids)) for entry in entries}
     shown = {(item.allocation_id, False, tuple(item.device_uuids)) for item in spec.assignments}
     # a tombstone names no devices
     shown |= {(item.allocation_id, True, ()) for item in spec.tombstones}
     wanted = {(name, releasing, () if releasing else uuids) for name, releasing, uuids in wanted}
-    version = specs.load_version(tx, node_id)
     return (
         envelope.key_id == tools.signer.key_id
         and (spec.incarnation, spec.generation) == (version.incarnation, version.generation)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from controlplane.api.calls import Call
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
+    from controlplane.db.waiting import NewInQueue
     from controlplane.errors import ApiError
     from controlplane.model.requests import PlacementRequest
 
@@ -121,10 +122,10 @@ def _resume(tx: Tx, _: Call, resource_id: str) -> Target[Reservation]:
 
 
 def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) -> Outcome[ReservationView]:
-    row = reservations.lock_reservation(tx, target.row.reservation_id)
+    row = waiting.lock_with_queue(tx, target.row.reservation_id)
     assert row is not None, "reservations are never deleted"
     if row.state == "draft":
-        ahead = _count_ahead(tx, row)
+        ahead = _count_ahead(row)
         if ahead and not given.queue:
             raise SoldOut(f"{ahead} others wait for this pool, and this one could delay them; wait with them")
         if ahead or _is_left_to_scheduler(call, given, row):
@@ -142,13 +143,12 @@ def _is_left_to_scheduler(call: Call, given: CreateInput, row: Reservation) -> b
     return call.context.placer == "pool-lease" and row.nodes == 1 and given.queue
 
 
-def _count_ahead(tx: Tx, row: Reservation) -> int:
+def _count_ahead(row: NewInQueue) -> int:
     """How many wait for the pool, unless this one is over before any of them could start."""
-    count, first_start = waiting.load_first_start(tx, row.pool_id)
-    if first_start is None:
+    if row.first_start is None:
         return 0
     window = window_of(row, row.read_at)
-    return 0 if window.end is not None and window.end <= first_start else count
+    return 0 if window.end is not None and window.end <= row.first_start else row.waiting
 
 
 def _check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest, now: datetime) -> None:
@@ -224,7 +224,7 @@ def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
     resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
     now, pool_id = resolved.found.now, resolved.found.pool_id
     _check_possible(tx, call, pool_id, resolved.request, now)
-    ahead, _ = waiting.load_first_start(tx, pool_id)
+    ahead = waiting.count_waiting(tx, pool_id)
     plan = call.context.tools.indexes.look(tx, pool_id, resolved.request, now, horizon=now + EARLIEST_HORIZON)
     if isinstance(plan, NoPlan):
         start, length = plan.earliest, resolved.request.duration
