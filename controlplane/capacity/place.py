@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from controlplane.capacity.quota import open_quotas, window_of
 from controlplane.capacity.specs import SpecFull, write_spec
-from controlplane.db import ledger, reservation_events, reservations, specs
-from controlplane.db.placements import Commitment, commit_parts, lock_planned_nodes, mark_all_placed
-from controlplane.db.tx import CheckConflict, Contention, ExclusionConflict
+from controlplane.db import ledger, reservation_events, reservations
+from controlplane.db.placements import Commitment, commit_parts, hold_booked, lock_planned_nodes, mark_all_placed
+from controlplane.db.tx import CheckConflict, Contention
 from controlplane.model.labels import parse_selector
 from controlplane.model.planner import NoPlan
 from controlplane.model.requests import PlacementRequest
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from controlplane.capacity.indexes import PoolIndexes
-    from controlplane.db.ledger import Booking
     from controlplane.db.placements import LockedPool
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
@@ -211,13 +210,13 @@ def bind(
     nodes = ledger.lock_nodes(tx, [booking.node_id for booking in bookings])
     try:
         with tx.savepoint():
-            for booking in bookings:
-                _hold(tx, tools, reservation, booking)
+            if not hold_booked(tx, reservation.reservation_id, {node_id: tools.ids.new("alloc") for node_id in nodes}):
+                raise _InTheWay
             if not reservations.mark_binding(tx, reservation.reservation_id, bind_deadline=now + BIND_TIMEOUT):
                 return "gone"
             for node_id in sorted(nodes):
                 write_spec(tx, node_id, signer=tools.signer, now=now)
-    except (ExclusionConflict, _NoRoom):
+    except _InTheWay:
         return "waiting_for_release"
     except SpecFull:
         return "spec_full"
@@ -225,26 +224,8 @@ def bind(
     return "bound"
 
 
-class _NoRoom(Exception):
-    """The node's physical counters have no room: somebody overruns."""
-
-
-def _hold(tx: Tx, tools: LedgerTools, reservation: Reservation, booking: Booking) -> None:
-    version = specs.load_version(tx, booking.node_id)
-    uuids = ledger.load_uuids_in(tx, booking.node_id, booking.spans)
-    ledger.insert_allocation(
-        tx,
-        public_id=tools.ids.new("alloc"),
-        reservation_id=reservation.reservation_id,
-        booking=booking,
-        device_uuids=uuids,
-        incarnation=version.incarnation,
-        generation=version.generation + 1,
-    )
-    if not ledger.take_scalars(
-        tx, booking.node_id, gpus=len(uuids), vcpus=booking.vcpus, memory_mib=booking.memory_mib
-    ):
-        raise _NoRoom
+class _InTheWay(Exception):
+    """Somebody overruns: a hold, or what the node's counters have of vCPUs and memory."""
 
 
 def announce(tx: Tx, reservation: Reservation, what: str, **data: object) -> None:

@@ -164,22 +164,6 @@ def close_bookings(
     )
 
 
-def load_uuids_in(tx: Tx, node_id: int, spans: str) -> list[str]:
-    """UUIDs of the node's live devices of which the spans have any part, in slot order."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            """
-            select uuid from device
-            where node_id = %(node)s and retired_at is null
-              and int4range(slot * 48, (slot + 1) * 48) && %(spans)s::int4multirange
-            order by slot
-            """,
-            {"node": node_id, "spans": spans},
-        )
-    ]
-
-
 # --- allocations -----------------------------------------------------------------------------
 
 _ALLOCATION = """
@@ -213,56 +197,6 @@ class Allocation:
     release_evidence: str | None
     forced_by: str | None
     processes_left: list[int]
-
-
-def insert_allocation(
-    tx: Tx,
-    *,
-    public_id: str,
-    reservation_id: int,
-    booking: Booking,
-    device_uuids: Sequence[str],
-    incarnation: int,
-    generation: int,
-) -> None:
-    """Hold what a booking planned. Raises ExclusionConflict (allocation_one_hold)."""
-    tx.execute(
-        """
-        insert into allocation (public_id, reservation_id, node_id, spans, vcpus, memory_mib, device_uuids,
-                                incarnation, generation)
-        values (%(public_id)s, %(reservation)s, %(node)s, %(spans)s::int4multirange, %(vcpus)s, %(memory)s,
-                %(uuids)s, %(incarnation)s, %(generation)s)
-        """,
-        {
-            "public_id": public_id,
-            "reservation": reservation_id,
-            "node": booking.node_id,
-            "spans": booking.spans,
-            "vcpus": booking.vcpus,
-            "memory": booking.memory_mib,
-            "uuids": list(device_uuids),
-            "incarnation": incarnation,
-            "generation": generation,
-        },
-    )
-
-
-def take_scalars(tx: Tx, node_id: int, *, gpus: int, vcpus: int, memory_mib: int) -> bool:
-    """Add to the node's physical counters, guarded for vCPU and memory; says whether they had room."""
-    return (
-        tx.execute(
-            """
-            update node_capacity
-            set gpu_held = gpu_held + %(gpus)s, vcpu_held = vcpu_held + %(vcpus)s,
-                memory_mib_held = memory_mib_held + %(memory)s
-            where node_id = %(node)s
-              and (%(vcpus)s = 0 or vcpu_held + %(vcpus)s <= vcpu_total)
-              and (%(memory)s = 0 or memory_mib_held + %(memory)s <= memory_mib_total)
-            """,
-            {"node": node_id, "gpus": gpus, "vcpus": vcpus, "memory": memory_mib},
-        )
-        == 1
-    )
 
 
 def give_back_scalars(tx: Tx, node_id: int, *, gpus: int, vcpus: int, memory_mib: int) -> None:

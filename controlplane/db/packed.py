@@ -3,6 +3,9 @@
 psycopg writes an array element by element in Python, with an escape for each; for a statement of two
 hundred rows and ten columns that was a third of the placer's time.  What goes here needs no escape:
 numbers, times, ids of our own, ranges.
+
+Where a table is searched for such a column, write ``= any(array(select unnest(…)))``: a statement whose plan depends
+on how many values a parameter has is planned anew each time, which costs more than most of them take.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
         """
         select n.node_id, n.name, n.placement_gen, n.placeable, p.slug, p.gpu_model
         from node n join pool p using (pool_id)
-        where n.node_id = any(string_to_array(%(nodes)s, ';')::int4[]) and n.pool_id = %(pool)s
+        where n.node_id = any(array(select unnest(string_to_array(%(nodes)s, ';')::int4[]))) and n.pool_id = %(pool)s
         order by n.node_id for no key update of n
         """,
         {"nodes": pack(sorted(seen)), "pool": pool_id},
@@ -78,35 +78,18 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
     return LockedPool(rows[0][4], rows[0][5], names) if rows else LockedPool("", None, names)
 
 
-_COMMIT_PARTS = """
-with asked as materialized (
-  select node_id, reservation_id, spans::int4multirange as spans, slots, vcpus, memory_mib, starts, ends,
-         allocation, at
-  from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(reservations)s, ';')::int8[],
-              string_to_array(%(spans)s, ';'), string_to_array(%(slots)s, ';'),
-              string_to_array(%(vcpus)s, ';')::int4[],
-              string_to_array(%(memory)s, ';')::int8[], string_to_array(%(starts)s, ';')::timestamptz[],
-              string_to_array(%(ends)s, ';', '')::timestamptz[], string_to_array(%(allocations)s, ';', ''))
-       with ordinality
-       as t (node_id, reservation_id, spans, slots, vcpus, memory_mib, starts, ends, allocation, at)
-), booked as (
-  insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
-  select reservation_id, %(pool)s, node_id, spans, tstzrange(starts, ends, '[)'), vcpus, memory_mib
-  from asked order by at
-  on conflict do nothing
-  returning reservation_id, node_id
+# Holds what is `due`, in the order of `at`, with the node's GPUs of which the spans have any part, and counts it.
+_HOLD_DUE = """
 ), held as (
   insert into allocation (public_id, reservation_id, node_id, spans, vcpus, memory_mib, device_uuids,
                           incarnation, generation)
   select a.allocation, a.reservation_id, a.node_id, a.spans, a.vcpus, a.memory_mib,
          array(select d.uuid from device d
                where d.node_id = a.node_id and d.retired_at is null
-                 and d.slot = any(string_to_array(a.slots, ',')::int2[])
+                 and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans
                order by d.slot),
          c.incarnation, coalesce(s.generation, 0) + 1
-  from asked a join booked using (reservation_id, node_id)
-  cross join cluster c left join node_spec s on s.node_id = a.node_id
-  where a.allocation is not null
+  from due a cross join cluster c left join node_spec s on s.node_id = a.node_id
   order by a.at
   on conflict do nothing
   returning reservation_id, node_id, cardinality(device_uuids) as gpus, vcpus, memory_mib
@@ -121,10 +104,32 @@ with asked as materialized (
     and (h.memory_mib = 0 or c.memory_mib_held + h.memory_mib <= c.memory_mib_total)
   returning c.node_id
 )
+"""
+_COMMIT_PARTS = (
+    """
+with asked as materialized (
+  select node_id, reservation_id, spans::int4multirange as spans, vcpus, memory_mib, starts, ends, allocation, at
+  from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(reservations)s, ';')::int8[],
+              string_to_array(%(spans)s, ';'), string_to_array(%(vcpus)s, ';')::int4[],
+              string_to_array(%(memory)s, ';')::int8[], string_to_array(%(starts)s, ';')::timestamptz[],
+              string_to_array(%(ends)s, ';', '')::timestamptz[], string_to_array(%(allocations)s, ';', ''))
+       with ordinality
+       as t (node_id, reservation_id, spans, vcpus, memory_mib, starts, ends, allocation, at)
+), booked as (
+  insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
+  select reservation_id, %(pool)s, node_id, spans, tstzrange(starts, ends, '[)'), vcpus, memory_mib
+  from asked order by at
+  on conflict do nothing
+  returning reservation_id, node_id
+), due as (
+  select a.* from asked a join booked using (reservation_id, node_id) where a.allocation is not null"""
+    + _HOLD_DUE
+    + """
 select 'booked', reservation_id, node_id from booked
 union all select 'held', reservation_id, node_id from held
 union all select 'counted', null, node_id from counted
 """
+)
 
 
 def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set[int]:
@@ -144,7 +149,6 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
             part.node_id,
             one.reservation_id,
             encode_spans(part.spans),
-            ",".join(map(str, part.slots)),
             part.vcpus,
             part.memory_mib,
             window,
@@ -154,7 +158,7 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
         for window in [(one.plan.window.start, one.plan.window.end)]
         for part, allocation_id in zip(one.plan.parts, one.allocation_ids or [""] * len(one.plan.parts), strict=True)
     )
-    nodes, reservations, spans, slots, vcpus, memory, windows, allocations = zip(*parts, strict=True)
+    nodes, reservations, spans, vcpus, memory, windows, allocations = zip(*parts, strict=True)
     rows = tx.tuples(
         _COMMIT_PARTS,
         {
@@ -162,7 +166,6 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
             "nodes": pack(nodes),
             "reservations": pack(reservations),
             "spans": pack(spans),
-            "slots": pack(slots),
             "vcpus": pack(vcpus),
             "memory": pack(memory),
             "starts": pack(start for start, _ in windows),
@@ -188,6 +191,36 @@ def _is_complete(one: Commitment, found: Mapping[str, Collection[tuple[int | Non
         if one.allocation_ids and key not in found["held"]:
             return False
     return True
+
+
+_HOLD_BOOKED = (
+    """
+with due as (
+  select b.reservation_id, b.node_id, b.spans, b.vcpus, b.memory_mib, i.allocation, i.at
+  from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(allocations)s, ';'))
+       with ordinality as i (node_id, allocation, at)
+  join booking b using (node_id) where b.reservation_id = %(id)s"""
+    + _HOLD_DUE
+    + "select (select count(*) from held), (select count(*) from counted)"
+)
+
+
+def hold_booked(tx: Tx, reservation_id: int, allocation_ids: Mapping[int, str]) -> bool:
+    """Hold and count what a reservation has booked on nodes that are locked, as `commit_parts` does.
+
+    Args:
+        allocation_ids: a new public id for each of the reservation's nodes.
+
+    Returns:
+        Whether all of it is held. If not, somebody else's hold is in the way, or vCPUs and memory do not suffice,
+        and some rows may have been written: nothing may be kept.
+    """
+    nodes = sorted(allocation_ids)
+    (written,) = tx.tuples(
+        _HOLD_BOOKED,
+        {"id": reservation_id, "nodes": pack(nodes), "allocations": pack(allocation_ids[node] for node in nodes)},
+    )
+    return written == (len(nodes), len(nodes))
 
 
 def drop_incomplete(tx: Tx, reservation_ids: Collection[int]) -> None:

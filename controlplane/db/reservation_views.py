@@ -103,13 +103,13 @@ def load_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, list[PlacedP
         with held as (
           select distinct on (a.reservation_id, a.node_id) a.*
           from allocation a join reservation r using (reservation_id)
-          where a.reservation_id = any(%(ids)s)
+          where a.reservation_id = any(array(select unnest(%(ids)s::int8[])))
             and (a.released_at is null or a.releasing_at = r.releasing_at)
           order by a.reservation_id, a.node_id, a.allocation_id desc
         ), part as (
           select reservation_id, node_id from held
           union
-          select reservation_id, node_id from booking where reservation_id = any(%(ids)s)
+          select reservation_id, node_id from booking where reservation_id = any(array(select unnest(%(ids)s::int8[])))
         )
         select part.reservation_id, n.public_id as node_public_id, n.name as node_name, n.connectivity,
                h.public_id as allocation_public_id, h.state as allocation_state,
