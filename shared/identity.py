@@ -146,7 +146,7 @@ def parse_csr_pem(pem: str) -> CertificateRequest:
         raise BadCsr("csr_too_large", f"a certificate request is at most {CSR_BYTES_MAX} bytes")
     try:
         request = x509.load_pem_x509_csr(pem.encode())
-    except (ValueError, UnsupportedAlgorithm) as exc:
+    except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion) as exc:
         raise BadCsr("csr_malformed", "not a PKCS#10 certificate request in PEM") from exc
     return _check_csr(request)
 
@@ -236,7 +236,7 @@ def load_chain(pem: bytes) -> list[x509.Certificate]:
     """Read the certificates of a PEM text, leaf first; at least one. Raises BadCertificate."""
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError as exc:
+    except (ValueError, x509.InvalidVersion) as exc:
         raise BadCertificate("certificate_malformed", "no readable certificate") from exc
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from base64 import b64encode
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -148,6 +149,20 @@ def test_a_large_request_is_refused() -> None:
     with pytest.raises(BadCsr) as caught:
         parse_csr_pem(large)
     assert caught.value.reason == "csr_too_large"
+
+
+def test_a_request_and_a_certificate_of_another_version_are_malformed() -> None:
+    request = make_csr(make_key()).der.replace(b"\x02\x01\x00", b"\x02\x01\x05", 1)
+    with pytest.raises(BadCsr) as caught:
+        parse_csr_pem(_pem("CERTIFICATE REQUEST", request))
+    assert caught.value.reason == "csr_malformed"
+    der = certificate(make_key()).public_bytes(Encoding.DER).replace(b"\x02\x01\x02", b"\x02\x01\x05", 1)
+    with pytest.raises(BadCertificate):
+        load_chain(_pem("CERTIFICATE", der).encode())
+
+
+def _pem(label: str, der: bytes) -> str:
+    return f"-----BEGIN {label}-----\n{b64encode(der).decode()}\n-----END {label}-----\n"
 
 
 @given(position=st.integers(0, 1000), bit=st.integers(0, 7))
