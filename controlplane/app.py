@@ -198,7 +198,6 @@ async def _open_pool(common: _Common, user: str) -> AsyncGenerator[Database]:
     section = common.config.database
     settings = DatabaseConfig(
         dsn=role_dsn(section.dsn, user),
-        direct_dsn=role_dsn(section.direct_dsn, user) if section.direct_dsn else None,
         pool_size=section.pool_size,
         application_name=f"bettercompute {user}",
         pgbouncer=section.pgbouncer,

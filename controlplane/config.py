@@ -136,6 +136,8 @@ def parse_config(data: bytes, *, name: str) -> Config:
         raise ConfigError(f"{name}: roles: is empty; name at least one of {', '.join(ROLES)}")
     if not 2 <= config.database.pool_size <= 100:
         raise ConfigError(f"{name}: database.pool_size: must be from 2 to 100")
+    if config.database.pgbouncer and not config.database.direct_dsn:
+        raise ConfigError(f"{name}: database.direct_dsn: is required with pgbouncer; LISTEN and migrations go past it")
     for key, value in (
         ("api.listen", config.api.listen),
         ("api.join_listen", config.api.join_listen),

@@ -10,8 +10,8 @@ Leases have a connection, a thread and a limiter of their own: a pool that is fu
 transactions must not cost a process its leases.
 
 Connections take no start-up options, because PgBouncer refuses them; the timeouts are settings of
-the login roles.  Behind PgBouncer (`pgbouncer=True`) nothing is prepared on the server, and
-`direct_dsn` leads past it for LISTEN and migrations.
+the login roles.  Behind PgBouncer (`pgbouncer=True`) nothing is prepared on the server; LISTEN and
+migrations go past it.
 """
 
 from __future__ import annotations
@@ -72,25 +72,18 @@ _in_transaction: ContextVar[bool] = ContextVar("_in_transaction", default=False)
 
 @dataclass(frozen=True, slots=True)
 class DatabaseConfig:
-    """How to reach the database; both are libpq connection strings.
+    """How to reach the database: `dsn` is a libpq connection string.
 
-    `pgbouncer` says that `dsn` leads through a PgBouncer in transaction mode, and needs `direct_dsn`.
+    `pgbouncer` says that it leads through a PgBouncer in transaction mode.
     """
 
     dsn: str
-    direct_dsn: str | None = None
     pool_size: int = 8
     application_name: str = "bettercompute"
     pgbouncer: bool = False
 
     def __post_init__(self) -> None:
         assert self.pool_size > 0
-        assert self.direct_dsn or not self.pgbouncer, "LISTEN and migrations need a way past PgBouncer"
-
-    @property
-    def session_dsn(self) -> str:
-        """The way to a session of one's own: for LISTEN and migrations."""
-        return self.direct_dsn or self.dsn
 
 
 class BadDsn(ValueError):

@@ -171,7 +171,7 @@ async def test_nothing_is_prepared_behind_pgbouncer(scratch: str, *, pgbouncer: 
             tx.value("select %s::int", [1])
         return number(tx, "select count(*) from pg_prepared_statements")
 
-    async with open_database(DatabaseConfig(scratch, direct_dsn=scratch, pgbouncer=pgbouncer)) as database:
+    async with open_database(DatabaseConfig(scratch, pgbouncer=pgbouncer)) as database:
         assert (await database.run_tx(prepared) == 0) == pgbouncer
 
 
