@@ -1,9 +1,8 @@
 """Where the agent's short blocking calls run: SQLite, fsync, a look into sysfs.
 
 A commit with fsync takes milliseconds on a good disk and seconds on a bad one, so on a real node
-it runs in a thread (`InThread`). In a simulation with virtual time it runs at once (`Inline`): a
-thread would let the clock jump while it works. Parts that block take a `Blocking` and do not know
-which it is.
+it runs in a thread (`InThread`). In a test with virtual time it runs at once: a thread would let the
+clock jump while it works. Parts that block take a `Blocking` and do not know which it is.
 """
 
 from __future__ import annotations
@@ -34,11 +33,3 @@ class InThread:
 
     async def run(self, fn: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(fn, limiter=self._limiter)
-
-
-class Inline:
-    """At once, on the loop, after a checkpoint: for simulations and for commands that do nothing else."""
-
-    async def run(self, fn: Callable[[], T]) -> T:
-        await trio.lowlevel.checkpoint()
-        return fn()

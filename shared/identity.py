@@ -94,20 +94,6 @@ def decode_private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def load_or_create_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the key in `path`, made and stored first if there is none.
-
-    A join that lost its answer must come back with the same key, so the key is on disk before
-    anything is sent. Raises UnsafeFile, BadKeyFile, OSError.
-    """
-    try:
-        return decode_private_key(read_private(path))
-    except FileNotFoundError:
-        key = make_key()
-        write_atomic(path, encode_private_key(key))
-        return key
-
-
 # --- certificate requests --------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal
 
 from shared.clocks import SystemClock
 
@@ -46,7 +46,6 @@ Prefix = Literal[
     "ser",
     "mnt",
 ]
-PREFIXES: frozenset[str] = frozenset(get_args(Prefix))
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 ULID_LENGTH = 26
 RANDOM_BITS = 80

@@ -61,7 +61,6 @@ class Context(StrEnum):
 
     INTENT_SPEC = "bettercompute/intent/spec/1"
     INTENT_COMMAND = "bettercompute/intent/command/1"
-    INTENT_BUNDLE = "bettercompute/join/intent-bundle/1"
     JOIN_ANSWER = "bettercompute/join/answer/1"
     NODE_ALLOCATION_BOUND = "bettercompute/node/allocation-bound/1"
     NODE_ALLOCATION_FAILED = "bettercompute/node/allocation-failed/1"
@@ -73,8 +72,6 @@ class Context(StrEnum):
 CLASS_OF: Mapping[Context, KeyClass] = {
     Context.INTENT_SPEC: KeyClass.INTENT,
     Context.INTENT_COMMAND: KeyClass.INTENT,
-    # the list of intent keys is vouched for by the key that agents pinned, not by a key on the list
-    Context.INTENT_BUNDLE: KeyClass.JOIN,
     Context.JOIN_ANSWER: KeyClass.JOIN,
     Context.NODE_ALLOCATION_BOUND: KeyClass.NODE,
     Context.NODE_ALLOCATION_FAILED: KeyClass.NODE,
@@ -290,26 +287,3 @@ class IntentKeySet(msgspec.Struct, frozen=True, kw_only=True):
     def verifier(self, now: datetime) -> Verifier:
         """Return a verifier of specs and commands as of `now`. Raises BadKey."""
         return Verifier({KeyClass.INTENT: self.public_keys(now)})
-
-
-def sign_intent_keys(key_set: IntentKeySet, signer: JoinSigner) -> bytes:
-    """Return the encoded envelope in which a rotation travels to the agents."""
-    return encode_envelope(signer.sign(Context.INTENT_BUNDLE, msgspec.msgpack.encode(key_set)))
-
-
-def open_intent_keys(data: bytes, verifier: Verifier, newest_sequence: int) -> IntentKeySet:
-    """Return a rotated list of intent keys.
-
-    `newest_sequence` is the largest one this agent has seen: an older list is genuine but might
-    bring back a key that was withdrawn, so it is refused; the same one again is fine.
-
-    Raises BadSignature; "malformed" also for a list that is older or not understood.
-    """
-    payload = verifier.open(data, Context.INTENT_BUNDLE)
-    try:
-        key_set = msgspec.msgpack.decode(payload, type=IntentKeySet)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadSignature("malformed", "not a list of intent keys") from exc
-    if key_set.sequence < newest_sequence:
-        raise BadSignature("malformed", f"list {key_set.sequence} is older than {newest_sequence}")
-    return key_set

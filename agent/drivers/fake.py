@@ -1,12 +1,11 @@
-"""Simulated machines: `FakeDevices` and `FakeAssignments`, with faults on demand.
+"""Simulated machines: `FakeDevices`, with faults on demand.
 
 A simulated node has the GPUs, links and checks of a real one, made from its name: the same name
 gives the same UUIDs in every run, and two names never share one. What it goes through is up to its
 owner: `Faults` makes any step fail or take long, GPUs can be lost or swapped, processes can run.
 
-`FakeAssignments` keeps assignments in memory, for simulations of thousands of nodes. A simulated
-node that people try things on has real files (`cdi.CdiDriver` with `SimulatedEdits`); `FaultyAssignments`
-puts faults in front of those, or of any other driver.
+Its assignments are real files (`cdi.CdiDriver` with `SimulatedEdits`); `FaultyAssignments` puts faults in
+front of those, or of any other driver.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 import trio
 
 from agent.drivers.base import Bound, DeviceUnavailable
-from agent.drivers.cdi import cdi_name
 from agent.drivers.checks import check_node
 from shared.inventory import (
     DriverFacts,
@@ -189,30 +187,6 @@ def _healthy(gpu_uuid: str) -> GpuHealth:
         recovery_action="none",
         fabric="completed",
     )
-
-
-class FakeAssignments:
-    """An `AssignmentDriver` that keeps assignments in memory.
-
-    They outlive the agent that made them, as files would: give a restarted agent the same object.
-    """
-
-    def __init__(self) -> None:
-        self.bound: dict[str, Bound] = {}
-
-    async def bind(self, assignment: Assignment) -> Bound:
-        await trio.lowlevel.checkpoint()
-        bound = Bound(assignment.reservation_id, cdi_name(assignment.reservation_id), assignment.gpu_uuids)
-        self.bound[assignment.reservation_id] = bound
-        return bound
-
-    async def unbind(self, reservation_id: str) -> None:
-        await trio.lowlevel.checkpoint()
-        self.bound.pop(reservation_id, None)
-
-    async def list_bound(self) -> list[Bound]:
-        await trio.lowlevel.checkpoint()
-        return [bound for _, bound in sorted(self.bound.items())]
 
 
 class FaultyAssignments:

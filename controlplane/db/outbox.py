@@ -40,9 +40,6 @@ class Position:
     seq: int
 
 
-START = Position(0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """One event as readers get it."""

@@ -18,7 +18,7 @@ CAs, sealing key, join-signing key and intent keys are *permanent*: they are mad
 out. The others are derived from them and made anew whenever settings or dates ask for it.
 
 Every file is replaced atomically and a key shares its file with its certificate, so a crash
-leaves pairs that fit. Creation and rotation hold a file lock: two processes that start at once end
+leaves pairs that fit. Creation holds a file lock: two processes that start at once end
 with the same keys. All functions block.
 """
 
@@ -28,7 +28,7 @@ import fcntl
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
@@ -75,9 +75,6 @@ if TYPE_CHECKING:
 
     from controlplane.fleet.pki import Usage
     from shared.clocks import Clock
-
-# Long enough for a server that is away for repair to come back and still know a current key.
-INTENT_KEY_OVERLAP = timedelta(days=30)
 
 NODE_CA = "ca/node-ca.pem"
 SERVING_CA = "ca/serving-ca.pem"
@@ -226,31 +223,6 @@ def load_gateway_keys(directory: Path) -> GatewayKeys:
         for path in (keys.node_ca, keys.service_ca):
             _parsed(path, load_chain)
         return keys
-
-
-def rotate_intent_key(keys_dir: Path, clock: Clock, overlap: timedelta = INTENT_KEY_OVERLAP) -> IntentKeyring:
-    """Make a new intent key that signs from now on; the ones before stay accepted for `overlap`.
-
-    A zero `overlap` withdraws them at once, for a key that has leaked. Running processes keep
-    signing with what they loaded until they load again. Raises KeysError, UnsafeFile, OSError.
-    """
-    check_private_directory(keys_dir)
-    with _locked(keys_dir):
-        now = clock.now()
-        path = keys_dir / INTENT_KEYS
-        stored = _load_stored_intent(path)
-        until = now + overlap
-        earlier = [
-            msgspec.structs.replace(key, accepted_until=min(key.accepted_until or until, until)) for key in stored.keys
-        ]
-        kept = [key for key in earlier if key.accepted_until is not None and key.accepted_until > now]
-        if len(kept) >= INTENT_KEYS_MAX:
-            raise KeysError(
-                path, f"already has {len(kept)} keys in their overlap", "rotate when the oldest has run out"
-            )
-        rotated = _StoredIntentKeys(sequence=stored.sequence + 1, keys=[*kept, _make_intent_key(now)])
-        write_atomic(path, msgspec.json.encode(rotated))
-        return _keyring(rotated)
 
 
 @contextmanager

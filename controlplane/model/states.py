@@ -13,12 +13,12 @@ operators move it; `connectivity` is moved by liveness alone. Neither ever relea
 *Command.* Ends in exactly one of `COMMAND_ENDS`. `indeterminate` is an end: nobody knows whether
 the command ran, so it is never run again.
 
-The reservation table stands once more as a trigger in the schema; a test compares the two.
+The transitions of reservations are the schema's trigger's, those of commands are here.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 ReservationState = Literal[
     "draft",
@@ -33,23 +33,6 @@ ReservationState = Literal[
     "failed",
     "expired",
 ]
-RESERVATION_STATES: tuple[ReservationState, ...] = get_args(ReservationState)
-RESERVATION_TRANSITIONS: dict[ReservationState, frozenset[ReservationState]] = {
-    "draft": frozenset({"queued", "placed", "binding", "rejected", "cancelled", "expired", "failed"}),
-    "queued": frozenset({"placed", "binding", "cancelled", "expired", "failed"}),
-    "placed": frozenset({"binding", "queued", "cancelled", "failed", "expired"}),
-    "binding": frozenset({"active", "releasing"}),
-    # back to `binding` while a broken part is replaced: `active` means that every node has signed
-    "active": frozenset({"binding", "releasing"}),
-    "releasing": frozenset({"released", "queued"}),
-    "released": frozenset(),
-    "rejected": frozenset(),
-    "cancelled": frozenset(),
-    "failed": frozenset(),
-    "expired": frozenset(),
-}
-RESERVATION_ENDS: frozenset[ReservationState] = frozenset(s for s, to in RESERVATION_TRANSITIONS.items() if not to)
-HOLDS_QUOTA: frozenset[ReservationState] = frozenset({"placed", "binding", "active", "releasing"})
 
 EndCause = Literal[
     "window_ended",
@@ -60,21 +43,10 @@ EndCause = Literal[
     "node_decommissioned",
     "bind_failed",
 ]
-END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
-ReleaseEvidence = Literal["signed", "forced"]
 
 ReservationCondition = Literal["impaired", "waiting_for_release", "overrun", "spec_full", "maintenance_planned"]
 
 ProvisionState = Literal["registered", "provisioning", "adopting", "adopted", "quarantined", "decommissioned"]
-PROVISION_STATES: tuple[ProvisionState, ...] = get_args(ProvisionState)
-PROVISION_TRANSITIONS: dict[ProvisionState, frozenset[ProvisionState]] = {
-    "registered": frozenset({"provisioning", "adopting", "decommissioned"}),
-    "provisioning": frozenset({"adopting", "quarantined", "decommissioned"}),
-    "adopting": frozenset({"adopted", "quarantined", "decommissioned"}),
-    "adopted": frozenset({"adopting", "quarantined", "decommissioned"}),
-    "quarantined": frozenset({"adopting", "adopted", "decommissioned"}),
-    "decommissioned": frozenset(),
-}
 Connectivity = Literal["never", "connected", "unreachable"]
 
 CommandState = Literal[
@@ -101,8 +73,3 @@ COMMAND_TRANSITIONS: dict[CommandState, frozenset[CommandState]] = {
     "running": COMMAND_ENDS,
     **{end: frozenset[CommandState]() for end in COMMAND_ENDS},
 }
-
-
-def may_become(state: ReservationState, target: ReservationState) -> bool:
-    """Whether a reservation may go from `state` to `target`."""
-    return target in RESERVATION_TRANSITIONS[state]

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from controlplane.db.pool import Database
     from controlplane.model.queues import Queue
 
-# The notification channel that says "work was enqueued"; the payload is the queue, or nothing for any.
-WORK_CHANNEL = "bc_work"
 # The safety net under the notifications, and the precision of due times.
 POLL_S = 1.0
 
@@ -57,10 +55,6 @@ class Bells:
             if queue == payload:
                 bell.ring()
                 return
-        self.look.ring()
-
-    def ring_all(self) -> None:
-        """Wake everything: notifications may have been lost."""
         self.look.ring()
 
 

@@ -79,7 +79,6 @@ class RunCounts:
 
     runs: int = 0
     errors: int = 0
-    given_back: int = 0
     last_error: str = ""
     last_error_key: str = ""
 
@@ -167,7 +166,6 @@ class QueueRunner:
     async def _run_key(self, item: _Fetched) -> Settlement:
         claimed, started = item.claimed, trio.current_time()
         if item.trusted_until - started < self._work.deadline_s:
-            self.counts.given_back += 1
             return Settlement(claimed, "given_back")
         outcome: Outcome | None = None
         error = ""
@@ -182,7 +180,6 @@ class QueueRunner:
                 error = f"{type(exc).__name__}: {exc}"
                 _log.exception("reconciler.failed", reconciler=self._work.name, key=claimed.key)
         if ours.cancelled_caught:
-            self.counts.given_back += 1
             return Settlement(claimed, "given_back")
         if in_time.cancelled_caught:
             error = f"took longer than {self._work.deadline_s:g} s"

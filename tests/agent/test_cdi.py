@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.blocking import Inline, InThread
+from agent.blocking import InThread
 from agent.drivers.base import Assignment, BindFailed, Bound
 from agent.drivers.cdi import FILE_PREFIX, CdiDriver, plan_spec
 from agent.drivers.cdi_sources import SimulatedEdits, derive, load_spec
 from agent.drivers.cdi_spec import ContainerEdits, DeviceNode, encode, parse
+from tests.support.doubles import Inline
 
 if TYPE_CHECKING:
     from tests.support.golden import Golden

@@ -8,8 +8,9 @@ import pytest
 import trio
 
 from agent.drivers.base import Assignment, BindFailed, Bound, DeviceUnavailable, GpuProcess, ProbeFailed
-from agent.drivers.fake import FakeAssignments, FakeDevices, Faults, FaultyAssignments
+from agent.drivers.fake import FakeDevices, Faults, FaultyAssignments
 from shared.inventory import decode_sections, encode_sections
+from tests.support.doubles import FakeAssignments
 
 if TYPE_CHECKING:
     from trio.testing import MockClock

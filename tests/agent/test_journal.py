@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import agent.journal
-from agent.blocking import Inline, InThread
+from agent.blocking import InThread
 from agent.journal import (
     ENTRY_BYTES_MAX,
     SCHEMA,
@@ -26,6 +26,7 @@ from agent.journal import (
     open_journal,
     upgrade,
 )
+from tests.support.doubles import Inline
 
 V1 = Path(__file__).parent / "data" / "journal-v1.sql"
 

@@ -34,7 +34,6 @@ from shared.identity import (
     encode_private_key,
     load_chain,
     load_identity,
-    load_or_create_key,
     make_csr,
     make_key,
     parse_csr_pem,
@@ -258,27 +257,20 @@ def test_renewal_is_due_after_two_thirds() -> None:
 # --- on disk
 
 
-def test_the_key_is_made_once(tmp_path: Path) -> None:
-    path = tmp_path / "node.key"
-    first = load_or_create_key(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert load_or_create_key(path).private_numbers() == first.private_numbers()
-
-
-def test_a_key_that_was_readable_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "node.key"
-    load_or_create_key(path)
+def test_an_identity_that_was_readable_is_refused(tmp_path: Path) -> None:
+    key = make_key()
+    path = tmp_path / "identity.pem"
+    save_identity(path, NodeIdentity(key, [certificate(key, f"spiffe://td/site/a/node/{NODE_ID}")]))
     path.chmod(0o644)
     with pytest.raises(UnsafeFile, match="chmod 600"):
-        load_or_create_key(path)
+        load_identity(path)
 
 
-def test_a_damaged_key_file_is_not_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "node.key"
+def test_a_damaged_identity_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "identity.pem"
     write_atomic(path, b"noise")
     with pytest.raises(BadKeyFile):
-        load_or_create_key(path)
-    assert path.read_bytes() == b"noise"
+        load_identity(path)
 
 
 def test_a_key_on_another_curve_is_refused() -> None:

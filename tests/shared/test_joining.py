@@ -417,7 +417,8 @@ def test_an_answer_by_another_key_is_refused() -> None:
 
 def test_an_answer_signed_as_something_else_is_refused() -> None:
     csr = make_csr(make_key())
-    envelope = JOIN_SIGNER.sign(Context.INTENT_BUNDLE, msgspec.json.encode(answer_for(csr)))
+    envelope = JOIN_SIGNER.sign(Context.JOIN_ANSWER, msgspec.json.encode(answer_for(csr)))
+    envelope = msgspec.structs.replace(envelope, context=Context.INTENT_SPEC)
     assert reason_of_answer(msgspec.json.encode(envelope), csr) == "answer_signature"
 
 

@@ -32,8 +32,6 @@ from shared.signing import (
     encode_envelope,
     encode_public_key,
     key_id,
-    open_intent_keys,
-    sign_intent_keys,
 )
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -236,28 +234,6 @@ def test_other_public_keys_are_refused() -> None:
 
 def intent_key(signer: Signer, until: datetime | None = None) -> IntentKey:
     return IntentKey(key_id=signer.key_id, public_key=encode_public_key(signer.public_key), accepted_until=until)
-
-
-def test_a_rotation_is_believed_from_the_join_key_alone() -> None:
-    key_set = IntentKeySet(sequence=3, keys=[intent_key(INTENT)])
-    data = sign_intent_keys(key_set, JOIN)
-    assert open_intent_keys(data, EVERYONE, newest_sequence=2) == key_set
-    assert open_intent_keys(data, EVERYONE, newest_sequence=3) == key_set
-    only_intent = Verifier({KeyClass.INTENT: [INTENT.public_key, JOIN.public_key]})
-    with pytest.raises(BadSignature, match="unknown_key"):
-        open_intent_keys(data, only_intent, newest_sequence=0)
-
-
-def test_an_older_list_does_not_come_back() -> None:
-    data = sign_intent_keys(IntentKeySet(sequence=3, keys=[intent_key(INTENT)]), JOIN)
-    with pytest.raises(BadSignature, match="older"):
-        open_intent_keys(data, EVERYONE, newest_sequence=4)
-
-
-def test_a_list_of_no_keys_is_refused() -> None:
-    data = sign_intent_keys(IntentKeySet(sequence=3, keys=[]), JOIN)
-    with pytest.raises(BadSignature, match="malformed"):
-        open_intent_keys(data, EVERYONE, newest_sequence=0)
 
 
 def test_keys_are_accepted_until_their_time() -> None:

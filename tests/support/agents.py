@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import trio
 
 from agent.app import Agent, open_agent
-from agent.blocking import Inline
 from agent.config import Settings, Timing
-from agent.drivers.fake import FakeAssignments, FakeDevices, Faults, FaultyAssignments
+from agent.drivers.fake import FakeDevices, Faults, FaultyAssignments
 from shared.ids import IdSource
+from tests.support.doubles import FakeAssignments, Inline
 from tests.support.stub_gateway import MemoryConnect, StubGateway
 from tests.support.stub_plane import StubPlane
 

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from controlplane.db import audit, outbox
-from controlplane.db.outbox import START, Position
+from controlplane.db.outbox import Position
 from controlplane.db.tx import Tx
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tests.support.postgres import Dsn
+
+
+START = Position(0, 0)
 
 
 def _tx(conn: psycopg.Connection[Any]) -> Tx:

@@ -7,7 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ import pytest
 from cryptography import x509
 
 from controlplane.fleet.keys import (
-    INTENT_KEY_OVERLAP,
     PARTS,
     PERMANENT,
     KeysError,
@@ -23,13 +22,12 @@ from controlplane.fleet.keys import (
     load_gateway_keys,
     load_intent_keys,
     load_or_create_keys,
-    rotate_intent_key,
 )
 from controlplane.fleet.pki import SERVICE_CERTIFICATE_LIFETIME, covers_hosts
 from shared.files import UnsafeFile
 from shared.identity import BadSpiffeId, decode_private_key, load_chain, make_csr, make_key
 from shared.joining import make_token, open_bundle, open_sealed, seal_token
-from shared.signing import INTENT_KEYS_MAX, BadSignature, Context, Envelope, KeyClass, Verifier
+from shared.signing import Context, KeyClass, Verifier
 from tests.support.clock import ManualClock
 
 if TYPE_CHECKING:
@@ -284,50 +282,3 @@ def test_a_worker_reads_the_intent_keys_alone(keys_dir: Path, tmp_path: Path) ->
     keyring = load_intent_keys(elsewhere)
     envelope = keyring.signer.sign(Context.INTENT_SPEC, b"spec")
     assert keyring.key_set.verifier(NOW).verify(envelope, Context.INTENT_SPEC) == b"spec"
-
-
-def accepted(verifier: Verifier, envelope: Envelope) -> bool:
-    try:
-        verifier.verify(envelope, Context.INTENT_SPEC)
-    except BadSignature:
-        return False
-    return True
-
-
-def test_a_rotated_key_is_accepted_for_thirty_days_more(keys_dir: Path, clock: ManualClock) -> None:
-    first = load_intent_keys(keys_dir / "signing")
-    by_first = first.signer.sign(Context.INTENT_SPEC, b"spec")
-    second = rotate_intent_key(keys_dir, clock)
-    by_second = second.signer.sign(Context.INTENT_SPEC, b"spec")
-    assert second.key_set.sequence == first.key_set.sequence + 1
-    assert second.signer.key_id != first.signer.key_id
-    assert load_intent_keys(keys_dir / "signing").key_set == second.key_set
-    for age, first_is_accepted in ((timedelta(0), True), (INTENT_KEY_OVERLAP, False)):
-        verifier = second.key_set.verifier(NOW + age)
-        assert accepted(verifier, by_first) is first_is_accepted
-        assert accepted(verifier, by_second)
-
-
-def test_a_later_rotation_does_not_prolong_an_earlier_key(keys_dir: Path, clock: ManualClock) -> None:
-    first = load_intent_keys(keys_dir / "signing").signer.sign(Context.INTENT_SPEC, b"spec")
-    rotate_intent_key(keys_dir, clock)
-    clock.advance(20 * DAY_S)
-    third = rotate_intent_key(keys_dir, clock)
-    assert len(third.key_set.keys) == 3
-    assert not accepted(third.key_set.verifier(NOW + INTENT_KEY_OVERLAP), first)
-    clock.advance(11 * DAY_S)
-    assert len(rotate_intent_key(keys_dir, clock).key_set.keys) == 3  # the first one has gone
-
-
-def test_a_leaked_key_is_withdrawn_at_once(keys_dir: Path, clock: ManualClock) -> None:
-    leaked = load_intent_keys(keys_dir / "signing").signer.sign(Context.INTENT_SPEC, b"spec")
-    keyring = rotate_intent_key(keys_dir, clock, overlap=timedelta(0))
-    assert len(keyring.key_set.keys) == 1
-    assert not accepted(keyring.key_set.verifier(NOW), leaked)
-
-
-def test_rotation_has_an_end(keys_dir: Path, clock: ManualClock) -> None:
-    for _ in range(INTENT_KEYS_MAX - 1):
-        rotate_intent_key(keys_dir, clock)
-    with pytest.raises(KeysError, match="overlap"):
-        rotate_intent_key(keys_dir, clock)

@@ -15,7 +15,7 @@ from controlplane.db import queue
 from controlplane.db.notify import Doorbell, run_listener
 from controlplane.db.pool import Database, DatabaseConfig, open_database
 from controlplane.queue import bells as bells_module
-from controlplane.queue.bells import WORK_CHANNEL, Bells
+from controlplane.queue.bells import Bells
 from controlplane.queue.outcome import Done
 from controlplane.reconcilers.driver import open_reconcilers
 from controlplane.reconcilers.reconciler import Reconciler
@@ -100,7 +100,7 @@ async def open_worker(dsn: Dsn, worker_id: str, ledger: Ledger) -> AsyncGenerato
         open_database(DatabaseConfig(dsn.worker, pool_size=3)) as database,
         trio.open_nursery() as nursery,
     ):
-        listen = partial(run_listener, dsn.worker, {WORK_CHANNEL: bells.ring}, on_reconnect=bells.ring_all)
+        listen = partial(run_listener, dsn.worker, {"bc_work": bells.ring}, on_reconnect=bells.look.ring)
         await nursery.start(listen)
         async with open_reconcilers(
             database,
@@ -139,12 +139,12 @@ async def test_workers_share_the_keys_and_take_over_from_each_other(dsn: Dsn, mo
         async def change_and_settle(rounds: int) -> None:
             for _ in range(rounds):
                 await owner.run_tx(touch, [str(key) for key in rng.sample(range(60), 10)])
-                doorbell.ring(WORK_CHANNEL, rng.choice(["", "node"]))
+                doorbell.ring("bc_work", rng.choice(["", "node"]))
             await until(all_applied)
 
         async def all_applied() -> bool:
             # A shard between two owners has no bell: its keys are found when somebody looks again.
-            doorbell.ring(WORK_CHANNEL)
+            doorbell.ring("bc_work")
             return await owner.run_tx(unapplied) == 0
 
         async def have_shards(workers: int) -> None:
