@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import trio
 
 from controlplane.capacity import end as ending
-from controlplane.db import idempotency, outbox, reservations
+from controlplane.db import idempotency, outbox, reservation_events, reservations
 from controlplane.db.time import load_now
 from tests.support.ledgers import LedgerFleet, open_fleet
 
@@ -109,6 +111,40 @@ async def test_without_gpus_there_is_no_model(dsn: Dsn) -> None:
         held = await fleet.reserve(0, vcpus=6)
         data = dict(told(fleet, held))["binding"]
         assert (data["gpu_model"], data["gpus"], data["vcpus"], data["nodes"]) == (None, 0, 6, ["node-0"])
+
+
+@pytest.mark.parametrize("placer", ["inline", "batch"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"gpus": 3, "vcpus": 5, "memory_mib": 700, "nodes": 2},
+        {"gpus": 8, "nodes": 2, "whole_node": True},
+        {"gpus": 2, "start_s": 600, "vcpus": 1},
+        {"gpus": 1, "nodes": 3, "start_s": 600, "duration_s": None},
+        {"gpus": 0, "vcpus": 7},
+        {"gpus": 0, "nodes": 2, "parts": ["slot.1/4=2"]},
+    ],
+    ids=str,
+)
+async def test_placers_say_what_the_rows_say(dsn: Dsn, placer: str, asked: dict[str, Any]) -> None:
+    """They know it all already, and describe placements themselves."""
+    async with open_fleet(dsn, nodes=3) as fleet:
+        if "parts" in asked:
+            fleet.execute("update device set time_slots = 4 where slot = 0")
+        if placer == "inline":
+            held = await fleet.reserve(**asked)
+        else:
+            draft = await fleet.draft(**asked)
+            await fleet.run(reservations.mark_queued, draft, "draft", reason="")
+            held = await fleet.retry_queue(draft)
+        begun = [] if "start_s" in asked else ["binding"]
+        assert [what for what, _ in told(fleet, held)] == ["placed", *begun]
+        said = dict(told(fleet, held))
+        assert datetime.fromisoformat(said["placed"].pop("start")) == held.window_start
+        await fleet.run(reservation_events.publish, "looked", held.reservation_id, {})
+        expected = dict(told(fleet, held))["looked"]
+        assert expected["nodes"]
+        assert all(data == expected for data in said.values())
 
 
 async def test_events_of_one_reservation_come_in_the_order_of_its_changes(dsn: Dsn) -> None:
