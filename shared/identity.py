@@ -234,7 +234,7 @@ def certificate_name(certificate: x509.Certificate) -> NodeName | ServiceName:
     """Return the SPIFFE id of a certificate: its one and only URI. Raises BadCertificate, BadSpiffeId."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except (x509.ExtensionNotFound, ValueError) as exc:
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError) as exc:
         raise BadCertificate("certificate_san", "the certificate has no readable subject alternative name") from exc
     uris = extension.value.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) != 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import stat
-from base64 import b64encode
+import textwrap
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from shared.identity import (
     NodeIdentity,
     NodeName,
     ServiceName,
+    certificate_key,
     certificate_key_id,
     certificate_name,
     certificate_serial,
@@ -45,12 +48,14 @@ from shared.ids import new_id
 from shared.signing import Context, KeyClass, Verifier, key_id
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 NODE_ID = "node_01jd000000000000000000000a"
+CSR = make_csr(make_key())
 
 
 def request_pem(key: CertificateIssuerPrivateKeyTypes, digest: hashes.HashAlgorithm | None, name: str = "") -> str:
@@ -150,30 +155,46 @@ def test_a_large_request_is_refused() -> None:
     assert caught.value.reason == "csr_too_large"
 
 
-def test_a_request_and_a_certificate_of_another_version_are_malformed() -> None:
-    request = make_csr(make_key()).der.replace(b"\x02\x01\x00", b"\x02\x01\x05", 1)
-    with pytest.raises(BadCsr) as caught:
-        parse_csr_pem(_pem("CERTIFICATE REQUEST", request))
-    assert caught.value.reason == "csr_malformed"
-    der = certificate(make_key()).public_bytes(Encoding.DER).replace(b"\x02\x01\x02", b"\x02\x01\x05", 1)
-    with pytest.raises(BadCertificate):
-        load_chain(_pem("CERTIFICATE", der).encode())
+def damaged(der: bytes) -> Iterator[bytes]:
+    """Every byte with one bit changed, with all of them changed, and with none set."""
+    for at, byte in enumerate(der):
+        for other in {byte ^ 1 << bit for bit in range(8)} | {byte ^ 0xFF, 0} - {byte}:
+            yield der[:at] + bytes([other]) + der[at + 1 :]
 
 
-def _pem(label: str, der: bytes) -> str:
-    return f"-----BEGIN {label}-----\n{b64encode(der).decode()}\n-----END {label}-----\n"
+def armour(label: str, der: bytes) -> str:
+    body = "\n".join(textwrap.wrap(base64.b64encode(der).decode(), 64))
+    return f"-----BEGIN {label}-----\n{body}\n-----END {label}-----\n"
+
+
+def test_a_damaged_request_is_refused() -> None:
+    """Wherever it is damaged: what the library raises for each is not all of one kind."""
+    for der in damaged(make_csr(make_key()).der):
+        with pytest.raises(BadCsr):
+            parse_csr_pem(armour("CERTIFICATE REQUEST", der))
 
 
 @given(position=st.integers(0, 1000), bit=st.integers(0, 7))
-def test_a_changed_request_is_refused_or_another_one(position: int, bit: int) -> None:
-    made = make_csr(make_key())
-    damaged = bytearray(made.pem.encode())
-    damaged[position % len(damaged)] ^= 1 << bit
+def test_a_request_with_a_damaged_armour_is_refused_or_the_same(position: int, bit: int) -> None:
+    text = bytearray(CSR.pem.encode())
+    text[position % len(text)] ^= 1 << bit
     try:
-        read = parse_csr_pem(damaged.decode("latin-1"))
+        read = parse_csr_pem(text.decode("latin-1"))
     except BadCsr:
         return
-    assert read.sha256 == made.sha256  # only what is outside the PEM's body may change
+    assert read.sha256 == CSR.sha256  # only what is outside the PEM's body may change
+
+
+# a serial number that is no longer positive is read, for now, and warned of
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")
+def test_a_damaged_certificate_names_nobody_or_somebody_and_is_no_fault_of_the_program() -> None:
+    """Whether it is signed is for TLS to find; nothing but these errors may come of reading one."""
+    made = certificate(make_key(), f"spiffe://td.example/site/x/node/{NODE_ID}")
+    for der in damaged(made.public_bytes(Encoding.DER)):
+        with suppress(BadCertificate, BadSpiffeId):
+            (read,) = load_chain(armour("CERTIFICATE", der).encode())
+            certificate_name(read)
+            certificate_key(read)
 
 
 @pytest.mark.parametrize(
