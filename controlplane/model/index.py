@@ -121,7 +121,7 @@ class PoolIndex:
         return self._ranking(request.selector).plan(request, now, horizon, without=without, busy=busy)
 
     def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
-        """The plan for the earliest known start after now, as things are; None if there is none."""
+        """The plan for the earliest known start of a request that `plan` refuses; None if there is none."""
         return self._ranking(request.selector).plan_earliest(request, now, horizon)
 
     def why_impossible(self, request: PlacementRequest) -> Impossible | None:

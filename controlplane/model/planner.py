@@ -121,7 +121,7 @@ def plan_placement(
     """
     best = heapq.nsmallest(request.nodes, _find_fits(request, nodes, now), key=_rank)
     if len(best) < request.nodes:
-        return plan_nothing(request, nodes, now, horizon)
+        return plan_nothing(request, nodes, now, horizon, nodes)
     return plan_parts(request, best, request_window(request, now))
 
 
@@ -133,10 +133,18 @@ def plan_parts(request: PlacementRequest, fits: Sequence[Fit], asked: Asked) -> 
 
 
 def plan_nothing(
-    request: PlacementRequest, nodes: Sequence[NodeView], now: datetime, horizon: datetime | None
+    request: PlacementRequest,
+    nodes: Sequence[NodeView],
+    now: datetime,
+    horizon: datetime | None,
+    telling: Sequence[NodeView],
 ) -> NoPlan:
-    """The answer for a request that does not fit."""
-    reason, detail = explain_pending(request, nodes, now)
+    """The answer for a request that does not fit.
+
+    Args:
+        telling: the nodes, or those of them of which `explain_pending` says the same.
+    """
+    reason, detail = explain_pending(request, telling, now)
     earliest = None if horizon is None else find_earliest(request, nodes, now, horizon)
     return NoPlan(reason, detail, earliest)
 

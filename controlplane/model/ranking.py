@@ -208,10 +208,11 @@ class NodeRanking:
             if busy and request.nodes == 1 and best[0].node.node_id in busy:
                 best = [self._away_from(busy, best[0], islice(candidates, BUSY_TRIES_MAX))]
             return plan_parts(request, best, asked)
-        nodes = [node for node in self.nodes() if node.node_id not in without]
-        refused = plan_nothing(request, nodes, now, horizon)
-        if not without:
-            _remember(self._refused, _refusal_key(request, asked, horizon), (asked.start, refused))
+        if without:
+            nodes = [node for node in self.nodes() if node.node_id not in without]
+            return plan_nothing(request, nodes, now, horizon, nodes)
+        refused = plan_nothing(request, self.nodes(), now, horizon, self._telling(request, asked))
+        _remember(self._refused, _refusal_key(request, asked, horizon), (asked.start, refused))
         return refused
 
     def _away_from(self, busy: Collection[int], best: Fit, others: Iterable[Fit]) -> Fit:
@@ -230,7 +231,7 @@ class NodeRanking:
         return None if asked.starts_now and asked.start >= since + REFUSAL_LIFE else refused
 
     def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
-        """The plan for the earliest known start after now, as things are; None if there is none.
+        """The plan for the earliest known start of a request that `plan` refuses; None if there is none.
 
         What was found for one request is kept for those like it until `forget_starts`; meanwhile nodes only fill up.
         """
@@ -297,8 +298,41 @@ class NodeRanking:
             if fit.node.node_id not in seen:
                 seen.add(fit.node.node_id)
                 yield fit
-        fits = (fit_node(request, node, asked) for id_, node in self._nodes.items() if id_ not in seen)
+        fits = (fit_node(request, self._nodes[id_], asked) for id_ in self._able(request, asked) if id_ not in seen)
         yield from sorted((fit for fit in fits if fit is not None), key=_rank_of)
+
+    def _able(self, request: PlacementRequest, asked: Asked) -> Collection[int]:
+        """All nodes but those of which it is certain that they do not fit."""
+        if request.gpus_per_node and asked.starts_now:
+            return [node_id for ranked in self._rank(request) for _, node_id in self._now.get(ranked.kind, ())]
+        return self._nodes
+
+    def _telling(self, request: PlacementRequest, asked: Asked) -> Sequence[NodeView]:
+        """Those of the nodes of which a refusal says the same as of all: often a few."""
+        if not (asked.starts_now and request.gpus_per_node and self._filed):
+            return self.nodes()
+        if request.nodes > 1 or request.whole_node:
+            # how many fit is counted; one that does not is still better than none
+            return [self._nodes[node_id] for node_id in self._able(request, asked) or [next(iter(self._filed))]]
+        return self._roomiest(request, asked) or self.nodes()
+
+    def _roomiest(self, request: PlacementRequest, asked: Asked) -> Sequence[NodeView] | None:
+        """Nodes among which is the one with most free GPUs; None if it has enough."""
+        nodes: list[NodeView] = []
+        most = -1
+        # by how many are not held, of which some may be booked
+        for unheld, filed in sorted(self._scalars.items(), reverse=True):
+            if unheld <= most:
+                break
+            for *_, node_id in filed:
+                node = self._nodes[node_id]
+                nodes.append(node)
+                most = max(most, (node.healthy & ~node.held & ~node.booked_in(asked.start, asked.end)).bit_count())
+                if most >= request.gpus_per_node:
+                    return None
+                if most == unheld:
+                    break
+        return nodes
 
     def _likely_now(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
         if not request.gpus_per_node:

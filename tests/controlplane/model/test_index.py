@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -92,6 +92,13 @@ def test_what_does_not_fit_is_known_until_something_changes() -> None:
     assert isinstance(index.plan(make_request(1), NOW + timedelta(seconds=6), None), NoPlan)
     index.put(make_node(7))
     assert isinstance(index.plan(make_request(1), NOW, None), Plan)
+
+
+@pytest.mark.parametrize("shape", [{"gpus": 4}, {"gpus": 8, "nodes": 2}, {"gpus": 8, "whole_node": True}])
+def test_what_does_not_fit_is_found_without_a_look_at_every_node(shape: dict[str, Any]) -> None:
+    """A queue that waits is refused again after everything that becomes free."""
+    index = PoolIndex([use(make_node(i), *range(5 + i % 4)) for i in range(2_000)])
+    assert count_calls(lambda: index.plan(make_request(**shape), NOW, None)) < 200
 
 
 def test_nodes_that_are_left_out_are_not_planned_on() -> None:
