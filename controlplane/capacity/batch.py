@@ -34,7 +34,7 @@ from controlplane.model.planner import NoPlan
 from controlplane.model.requests import InvalidRequest, check_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     from controlplane.capacity.place import LedgerTools
@@ -77,6 +77,7 @@ def place_batch(
     ids: Sequence[int],
     fence: Fence | None = None,
     say_all: bool = True,
+    on_planned: Callable[[], object] = bool,
 ) -> Batch:
     """Place what fits of some reservations that are queued for a pool.
 
@@ -86,6 +87,7 @@ def place_batch(
         ids: in the order of their turns.
         fence: the pool's lease.
         say_all: note for everybody why it waits; otherwise for those alone for whom nothing was noted yet.
+        on_planned: called when all plans are in the index, and other batches can be planned around them.
 
     Raises:
         StaleEpoch: the lease is somebody else's.
@@ -110,6 +112,7 @@ def place_batch(
             reasons[row.reservation_id] = Pending(why, None)
     requests = [request_at(row, now) for row in asked]
     plans = tools.indexes.plan_all(tx, pool_id, requests, now, horizon=now + EARLIEST_HORIZON)
+    on_planned()
     planned: list[Commitment] = []
     for row, plan in zip(asked, plans, strict=True):
         if isinstance(plan, NoPlan):

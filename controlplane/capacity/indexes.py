@@ -141,6 +141,7 @@ class PoolIndexes:
             index = self._up_to_now(tx, pool_id, pool, now)
             made: list[Plan | NoPlan] = []
             ours = self._open(tx, pool)
+            ahead, gangs = len(pool.kept), pool.gangs
             for request in requests:
                 if pool.gangs == GANGS_LOOKED_FOR_MAX:
                     made.append(_BEHIND)
@@ -152,7 +153,22 @@ class PoolIndexes:
                     index.book(plan)
                     ours.append(plan)
                 made.append(plan)
+            if kept := pool.kept[ahead:]:
+                tx.on_end(partial(self._let_go_unless, pool, kept, pool.gangs - gangs))
             return made
+
+    def _let_go_unless(self, pool: _Pool, kept: Sequence[Plan], gangs: int, committed: bool) -> None:  # noqa: FBT001
+        """Those who wait are planned anew in the next attempt, and would be in their own way."""
+        if committed:
+            return
+        with pool.lock:
+            for plan in kept:
+                # the pass may have ended
+                if plan in pool.kept:
+                    pool.kept.remove(plan)
+                    if pool.index is not None:
+                        pool.index.unbook(plan)
+            pool.gangs = max(pool.gangs - gangs, 0)
 
     def end_pass(self, pool_id: int) -> None:
         """Let go of the places that `plan_all` kept."""

@@ -12,6 +12,7 @@ ahead: conservative backfill. The places are memory, and are found anew in the n
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -21,7 +22,7 @@ from controlplane.capacity.preempt import OWNERS_PER_PASS, preempt_for
 from controlplane.db import leases
 from controlplane.db.leases import Fence, StaleEpoch
 from controlplane.db.preemption import load_waiting_owners
-from controlplane.db.tx import OPERATING_ERRORS
+from controlplane.db.tx import OPERATING_ERRORS, DatabaseError
 from controlplane.db.waiting import load_holding, load_waiting, page_queued_pools
 from controlplane.model.queueing import order_queue
 from controlplane.queue.outcome import Again, Done
@@ -30,6 +31,7 @@ from controlplane.reconcilers.reconciler import Reconciler
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from controlplane.capacity.batch import Batch
     from controlplane.capacity.place import LedgerTools
     from controlplane.db.pool import Database
     from controlplane.db.tx import Tx
@@ -44,6 +46,8 @@ SAY_EVERY_S: Final = 10.0
 PAUSE_MAX_S: Final = 1.0
 # Those behind are looked at when these are fewer.
 LOOKED_AT_MAX: Final = 5_000
+# One that is being planned while the other is being written. More would wait for each other's nodes.
+BATCHES_AT_ONCE: Final = 2
 # A pass plans each shape once and books batch by batch.
 DEADLINE_S: Final = 30.0
 # Outlives a pass, so that nobody has to renew it; after a crash the next worker waits so long for the pool.
@@ -56,40 +60,39 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
 
     # when everybody in a pool's queue was last told why it waits
     said: dict[int, float] = {}
-    # how long the last pass over a pool took
-    took: dict[str, float] = {}
+    # how long the last pass over a pool took for those who could not be placed
+    in_vain: dict[int, float] = {}
 
     async def run_pass(pool_id: int, fence: Fence) -> Outcome:
-        waiting = lost = 0
         say_all = trio.current_time() >= said.get(pool_id, -SAY_EVERY_S) + SAY_EVERY_S
         if say_all:
             said[pool_id] = trio.current_time()
-        for ids in _chunks(await db.run_tx(_load_order, pool_id), max_batch):
-            batch = await db.run_tx(place_batch, tools, pool_id, ids=ids, fence=fence, say_all=say_all)
-            waiting, lost = waiting + batch.waiting, lost + batch.lost
+        began = trio.current_time()
+        batches = await _place_all(db, tools, pool_id, fence, max_batch=max_batch, say_all=say_all)
+        waiting, lost = sum(batch.waiting for batch in batches), sum(batch.lost for batch in batches)
         if waiting:
             for owner in await db.run_tx(load_waiting_owners, pool_id, limit=OWNERS_PER_PASS):
                 await db.run_tx(preempt_for, tools, owner)
+        looked_at = sum(batch.claimed for batch in batches)
+        in_vain[pool_id] = (trio.current_time() - began) * waiting / max(looked_at, 1)
         if lost:
             # what they lost to is in the index by now
             return Again(0.0)
         return Again(RECHECK_S) if waiting else Done()
 
     async def reconcile(key: str) -> Outcome:
-        # a busy pool asks for pass after pass: no more than half of the time is spent on them
-        await trio.sleep(min(took.get(key, 0.0), PAUSE_MAX_S))
+        # a busy pool asks for pass after pass: no more than half of the time is spent on those who wait on
+        await trio.sleep(min(in_vain.pop(int(key), 0.0), PAUSE_MAX_S))
         name = f"placer:{key}"
         epoch = await db.run_lease_tx(leases.acquire, name, worker_id, LEASE_S)
         if epoch is None:
             return Again(HELD_S)
-        began = trio.current_time()
         try:
             return await run_pass(int(key), Fence(name, worker_id, epoch))
         except StaleEpoch:
             # paused for longer than the lease; whoever has it now goes on
             return Again(HELD_S)
         finally:
-            took[key] = trio.current_time() - began
             tools.indexes.end_pass(int(key))
             # otherwise it runs out by itself
             with trio.move_on_after(RELEASE_S, shield=True), suppress(*OPERATING_ERRORS):
@@ -108,6 +111,41 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         concurrency=2,
         deadline_s=DEADLINE_S,
     )
+
+
+async def _place_all(
+    db: Database, tools: LedgerTools, pool_id: int, fence: Fence, *, max_batch: int, say_all: bool
+) -> list[Batch]:
+    """Look at everybody once, batch by batch. Raises DatabaseError, StaleEpoch."""
+    batches: list[Batch] = []
+    failed: list[Exception] = []
+    limiter = trio.CapacityLimiter(BATCHES_AT_ONCE)
+    tell_loop = trio.lowlevel.current_trio_token().run_sync_soon
+
+    async def place(ids: Sequence[int], planned: trio.Event) -> None:
+        tell = partial(tell_loop, planned.set)
+        try:
+            async with limiter:
+                batch = await db.run_tx(
+                    place_batch, tools, pool_id, ids=ids, fence=fence, say_all=say_all, on_planned=tell
+                )
+            batches.append(batch)
+        except (DatabaseError, StaleEpoch) as exc:
+            # a batch that is on its way is rolled back: the next pass finds all of it
+            failed.append(exc)
+            nursery.cancel_scope.cancel("a batch before it has failed")
+        finally:
+            planned.set()
+
+    order = await db.run_tx(_load_order, pool_id)
+    async with trio.open_nursery() as nursery:
+        for ids in _chunks(order, max_batch):
+            planned = trio.Event()
+            nursery.start_soon(place, ids, planned)
+            await planned.wait()
+    if failed:
+        raise failed[0]
+    return batches
 
 
 def _load_order(tx: Tx, pool_id: int) -> list[int]:

@@ -1,16 +1,16 @@
 """`fleetsim bench placements`: thousands of placements a second through the whole placer, and the limit of it.
 
 Two worlds, a fleet that is empty and one that is filled and kept so. In each, indexes are loaded and plans timed first.
-Then every repeat copies the database twice: in the first copy the placement reconciler works through a queue; in
-the second what it sent is sent again, without it.
+Then every repeat copies the database twice: in the first copy the placement reconciler works through a queue, in the
+filled fleet round by round; in the second what it sent is sent again, without it.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -19,11 +19,11 @@ import trio
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import leases
 from controlplane.db.time import load_now
-from controlplane.reconcilers.placement import LEASE_S, placement_reconciler
+from controlplane.reconcilers.placement import BATCHES_AT_ONCE, LEASE_S, placement_reconciler
 from fleetsim.bench.holds import draw_sizes
 from fleetsim.bench.ledger import open_copy, open_ledger
 from fleetsim.bench.placements_figures import PLACEMENTS
-from fleetsim.bench.placing import Spent, Timed, WatchedDatabase, WatchedIndexes, read_spent, replay
+from fleetsim.bench.placing import NOTHING, Spent, Timed, WatchedDatabase, WatchedIndexes, read_spent, replay
 from fleetsim.bench.planning import load_cold, measure_memory, time_plans
 from fleetsim.bench.report import Measurements, Statement
 from fleetsim.bench.running import NotMeasured, Runner, run_bench, tell
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from controlplane.capacity.batch import Batch
     from controlplane.db.tx import Tx
     from fleetsim.bench.ledger import Ledger
     from fleetsim.bench.synthetic import SyntheticFleet
 
-# Each pass after the first is for a few that found no room.
-PASSES_MAX: Final = 10
+# Of a fleet that is kept full: a pass takes some 4 % of it, before as much ends.
+ROUND_BATCHES: Final = 10
 WORKER: Final = "wrk_bench"
 
 
@@ -77,6 +76,17 @@ class Stretch:
     @property
     def per_s(self) -> float:
         return self.placed / self.spent.clock_s
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One pass: what was queued for it, with its ids, what it placed, and what ended after it."""
+
+    sizes: list[int]
+    queued: list[int]
+    spent: Spent
+    batches: list[Timed]
+    ended: list[int]
 
 
 class Level:
@@ -156,67 +166,69 @@ class Bench:
 
     async def _place(self, ledger: Ledger, fleet: SyntheticFleet, *, keep: bool) -> tuple[Stretch, Stretch]:
         """Place a queue in one copy of the ledger, and do the same commits in another."""
-        sizes = draw_sizes(random.Random(2), self.parameters.placements)  # noqa: S311 - a pattern
         async with open_copy(ledger, "placer") as copy:
-            queued = await copy.admin.run_tx(queue_reservations, copy.writer.ids, fleet, sizes)
             await copy.settle()
-            ends, placed = await self._place_queue(copy, fleet, dict(zip(queued, sizes, strict=True)), keep=keep)
+            rounds = await self._place_queue(copy, fleet, keep=keep)
         async with open_copy(ledger, "unplaced") as copy:
-            again = await copy.admin.run_tx(queue_reservations, copy.writer.ids, fleet, sizes)
-            assert again == queued, "two copies count on from the same numbers"
             await copy.settle()
-            limit = await self._commit_again(copy, fleet, placed, ends)
-        return placed, limit
+            limit = await self._commit_again(copy, fleet, rounds)
+        spent = sum((done.spent for done in rounds), start=NOTHING)
+        return Stretch(spent, [batch for done in rounds for batch in done.batches]), limit
 
-    async def _place_queue(
-        self, ledger: Ledger, fleet: SyntheticFleet, sizes: dict[int, int], *, keep: bool
-    ) -> tuple[list[list[int]], Stretch]:
-        """Let the reconciler place what is queued; returns also what has ended after each batch."""
-        level = Level([])
-        if keep:
-            level = Level(await ledger.admin.run_tx(_load_held, fleet.pool_id))
-        waiting = dict(sizes)
-        ends: list[list[int]] = []
+    def _draw_rounds(self, *, keep: bool) -> list[list[int]]:
+        """Sizes of what is queued at once: everything, or so much that the fleet stays about as full as it is."""
+        sizes = draw_sizes(random.Random(2), self.parameters.placements)  # noqa: S311 - a pattern
+        size = ROUND_BATCHES * self.parameters.batch if keep else len(sizes)
+        return [sizes[at : at + size] for at in range(0, len(sizes), size)]
 
-        async def between(_: Batch) -> None:
-            placed = await ledger.admin.run_tx(_load_placed, sorted(waiting))
-            ended = level.take([(one, waiting.pop(one)) for one in placed]) if keep else []
-            ends.append(ended)
-            if ended:
-                await ledger.admin.run_tx(release, ended)
-
+    async def _place_queue(self, ledger: Ledger, fleet: SyntheticFleet, *, keep: bool) -> list[Round]:
+        """Let the reconciler place a queue, round by round; what does not fit waits on, and is looked at again."""
+        level = Level(await ledger.admin.run_tx(_load_held, fleet.pool_id)) if keep else None
         tools = LedgerTools(ledger.writer.signer, ledger.writer.ids, WatchedIndexes())
-        async with ledger.open_as("bc_worker", pool_size=2) as database:
-            read = partial(read_spent, ledger.postgres.pid)
-            watched = WatchedDatabase(database, read, between)
-            reconciler = placement_reconciler(watched, tools, worker_id=WORKER, max_batch=self.parameters.batch)
+        rounds: list[Round] = []
+        waiting: dict[int, int] = {}
+        async with ledger.open_as("bc_worker", pool_size=BATCHES_AT_ONCE) as database:
             await database.run_tx(_load_index, tools, fleet.pool_id)
-            before, passes, placed = read(), 0, -1
-            # what did not fit may fit now that others have ended; if a pass places nothing, it never will
-            while passes < PASSES_MAX and placed < watched.placed < len(sizes):
-                placed = watched.placed
-                await reconciler.reconcile(str(fleet.pool_id))
-                passes += 1
-            spent = read() - before - watched.between
-        if not watched.batches:
-            raise NotMeasured("no reservation was placed")
-        return ends, Stretch(spent, watched.batches)
-
-    async def _commit_again(
-        self, ledger: Ledger, fleet: SyntheticFleet, placed: Stretch, ends: Sequence[Sequence[int]]
-    ) -> Stretch:
-        """Send what the placer has sent, batch by batch, with the same reservations ending in between."""
-        total, batches = Spent(0.0, 0.0, 0.0), list[Timed]()
-        async with ledger.open_as("bc_worker", pool_size=2) as database:
-            await database.run_tx(leases.acquire, f"placer:{fleet.pool_id}", WORKER, LEASE_S)
-            for batch, ended in zip(placed.batches, ends, strict=True):
+            for sizes in self._draw_rounds(keep=keep):
+                queued = await ledger.admin.run_tx(queue_reservations, ledger.writer.ids, fleet, sizes)
+                waiting |= zip(queued, sizes, strict=True)
+                watched = WatchedDatabase(database)
+                # a new one every time, which has nothing to rest from
+                reconciler = placement_reconciler(watched, tools, worker_id=WORKER, max_batch=self.parameters.batch)
                 before = read_spent(ledger.postgres.pid)
-                await database.run_tx(replay, batch.statements)
+                await reconciler.reconcile(str(fleet.pool_id))
                 spent = read_spent(ledger.postgres.pid) - before
-                total += spent
-                batches.append(Timed(batch.placed, spent.clock_s, spent.clock_s))
-                if ended:
-                    await ledger.admin.run_tx(release, ended)
+                placed = await ledger.admin.run_tx(_load_placed, sorted(waiting))
+                gpus = [(one, waiting.pop(one)) for one in placed]
+                rounds.append(Round(sizes, queued, spent, watched.batches, level.take(gpus) if level else []))
+                await ledger.admin.run_tx(release, rounds[-1].ended)
+        if not any(done.batches for done in rounds):
+            raise NotMeasured("no reservation was placed")
+        return rounds
+
+    async def _commit_again(self, ledger: Ledger, fleet: SyntheticFleet, rounds: Sequence[Round]) -> Stretch:
+        """Send what the placer has sent, as many batches at once, with the same reservations ending in between."""
+        total, batches = NOTHING, list[Timed]()
+        limiter = trio.CapacityLimiter(BATCHES_AT_ONCE)
+        async with ledger.open_as("bc_worker", pool_size=BATCHES_AT_ONCE) as database:
+
+            async def send(batch: Timed) -> None:
+                async with limiter:
+                    began = time.perf_counter()
+                    await database.run_tx(replay, batch.statements)
+                    took_s = time.perf_counter() - began
+                batches.append(Timed(batch.placed, took_s, took_s))
+
+            await database.run_tx(leases.acquire, f"placer:{fleet.pool_id}", WORKER, LEASE_S)
+            for done in rounds:
+                queued = await ledger.admin.run_tx(queue_reservations, ledger.writer.ids, fleet, done.sizes)
+                assert queued == done.queued, "two copies count on from the same numbers"
+                before = read_spent(ledger.postgres.pid)
+                async with trio.open_nursery() as nursery:
+                    for batch in done.batches:
+                        nursery.start_soon(send, batch)
+                total += read_spent(ledger.postgres.pid) - before
+                await ledger.admin.run_tx(release, done.ended)
         return Stretch(total, batches)
 
     def _add(self, fill: str, placed: Stretch, limit: Stretch) -> None:

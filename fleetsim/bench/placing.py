@@ -2,22 +2,22 @@
 
 `WatchedDatabase` stands between the placement reconciler and the database: it times every batch, and keeps the
 statements that the batch sent, with their parameters. `replay` sends them again to a copy of the same database,
-in transactions as they were. What that takes is the limit: the same commits, by the same driver, with nobody planning.
-The statements by which an index reads what has changed are the placer's own, and are not sent again.
+in transactions as they were, as many at once. What that takes is the limit: the same commits, by the same driver, with
+nobody planning. The statements by which an index reads what has changed are the placer's own, and are not sent again.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, cast
 
 from controlplane.capacity.batch import Batch
 from controlplane.capacity.indexes import PoolIndexes
 from fleetsim.bench.processes import read_cpu_s
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Callable, Iterable
     from datetime import datetime
 
     from controlplane.db.pool import Database, DatabaseStatistics
@@ -46,6 +46,9 @@ class Spent:
 
     def __sub__(self, less: Spent) -> Spent:
         return Spent(self.clock_s - less.clock_s, self.python_s - less.python_s, self.postgres_s - less.postgres_s)
+
+
+NOTHING: Final = Spent(0.0, 0.0, 0.0)
 
 
 def read_spent(postgres_pid: int) -> Spent:
@@ -91,10 +94,11 @@ class RecordingTx:
 
         def send(*arguments: Any) -> Any:  # noqa: ANN401 - whatever `Tx` takes and gives
             sent = Sent(name, arguments)
+            self.statements.append(sent)
+            answer = value(*arguments)
             if self.locked_at is None and all(part in sent.text for part in _LOCKS_NODES):
                 self.locked_at = time.perf_counter()
-            self.statements.append(sent)
-            return value(*arguments)
+            return answer
 
         return send
 
@@ -120,21 +124,15 @@ def unwatched(tx: Tx) -> Tx:
 
 
 class WatchedDatabase:
-    """A `Database` that times and records batches, and calls `between` after each, which does not count.
+    """A `Database` that times and records batches.
 
     Attributes:
         batches: those that have placed something.
-        between: what `between` has taken so far.
     """
 
-    def __init__(
-        self, inner: Database, read_spent: Callable[[], Spent], between: Callable[[Batch], Awaitable[None]]
-    ) -> None:
+    def __init__(self, inner: Database) -> None:
         self._inner = inner
-        self._read_spent = read_spent
-        self._between = between
         self.batches: list[Timed] = []
-        self.between = Spent(0.0, 0.0, 0.0)
 
     @property
     def placed(self) -> int:
@@ -154,9 +152,6 @@ class WatchedDatabase:
             seen = recording[-1]
             locked_at = began if seen.locked_at is None else seen.locked_at
             self.batches.append(Timed(result.placed, ended - began, ended - locked_at, seen.statements))
-            before = self._read_spent()
-            await self._between(result)
-            self.between += self._read_spent() - before
         return result
 
     async def run_read(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

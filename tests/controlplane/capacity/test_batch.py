@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
 
+from controlplane.capacity import batch
 from controlplane.capacity.batch import Batch, place_batch
 from controlplane.capacity.indexes import PoolIndexes
 from controlplane.capacity.place import LedgerTools
 from controlplane.db import leases, reservations
 from controlplane.db.leases import Fence, StaleEpoch
-from controlplane.reconcilers.placement import placement_reconciler
+from controlplane.db.tx import LockTimeout
+from controlplane.queue.outcome import Again
+from controlplane.reconcilers.placement import HELD_S, placement_reconciler
 from controlplane.reconcilers.specs import rewrite_if_stale
 from tests.support.ledgers import LedgerFleet, open_fleet
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
     from typing import Any
 
+    from controlplane.db.placements import Commitment
+    from controlplane.db.tx import Tx
     from tests.support.postgres import Dsn
 
 
@@ -31,9 +39,9 @@ async def queue(fleet: LedgerFleet, gpus: int, **request: Any) -> int:
 async def place(fleet: LedgerFleet, *ids: int) -> Batch:
     """A pass in one batch, over all that waits unless ids are given."""
     turns = list(ids) or [row[0] for row in fleet.execute("select reservation_id from reservation order by 1")]
-    batch = await fleet.run(place_batch, fleet.tools, fleet.pool_id, ids=turns)
+    made = await fleet.run(place_batch, fleet.tools, fleet.pool_id, ids=turns)
     fleet.tools.indexes.end_pass(fleet.pool_id)
-    return batch
+    return made
 
 
 async def states(fleet: LedgerFleet, ids: list[int]) -> list[str]:
@@ -49,8 +57,8 @@ async def test_a_batch_places_what_fits_in_order_and_says_why_the_rest_waits(dsn
     async with open_fleet(dsn, nodes=2) as fleet:
         ids = [await queue(fleet, gpus) for gpus in (8, 4, 2, 8, 1, 2)]
         later = await queue(fleet, 8, start_s=7200)
-        batch = await place(fleet)
-        assert (batch.claimed, batch.placed, batch.lost, batch.waiting) == (7, 5, 0, 2)
+        made = await place(fleet)
+        assert (made.claimed, made.placed, made.lost, made.waiting) == (7, 5, 0, 2)
         assert await states(fleet, ids) == ["binding", "binding", "binding", "queued", "binding", "queued"]
         assert await states(fleet, [later]) == ["placed"]
         assert (
@@ -130,8 +138,8 @@ async def test_a_node_that_was_cordoned_meanwhile_is_not_placed_on(dsn: Dsn, mon
         with monkeypatch.context() as patch:
             patch.setattr(fleet.tools.indexes, "_read_changes", lambda *_: False)
             fleet.execute("update node set cordoned = true")
-            batch = await place(fleet)
-        assert (batch.placed, batch.lost) == (0, 1)
+            made = await place(fleet)
+        assert (made.placed, made.lost) == (0, 1)
         assert (await place(fleet)).lost == 0
         assert (await fleet.load(reservation_id)).pending_reason == "no node of this pool is schedulable: 1 cordoned"
 
@@ -177,12 +185,62 @@ async def test_a_pass_goes_through_the_whole_queue(dsn: Dsn, max_batch: int) -> 
         fleet.assert_sound()
 
 
+async def test_a_batch_is_planned_while_the_one_before_it_is_written(dsn: Dsn, monkeypatch: Any) -> None:
+    """The first batch waits in the middle of its transaction until the second has its plans: on the same node."""
+    async with open_fleet(dsn, nodes=2) as fleet:
+        ids = [await queue(fleet, 4) for _ in range(4)]
+        second_planned = threading.Event()
+        commit_all, begun = batch.commit_all, list[int]()
+
+        def commit_slowly(
+            tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], now: datetime
+        ) -> Any:
+            begun.extend(one.reservation_id for one in planned)
+            if begun == ids:
+                second_planned.set()
+            assert second_planned.wait(30)
+            return commit_all(tx, tools, pool_id, planned, now)
+
+        monkeypatch.setattr(batch, "commit_all", commit_slowly)
+        await placement_reconciler(fleet.db, fleet.tools, worker_id="one", max_batch=2).reconcile("1")
+        assert await states(fleet, ids) == ["binding"] * 4
+        assert fleet.execute("select node_id, count(*) from allocation group by 1 order by 1") == [(1, 2), (2, 2)]
+        fleet.assert_sound()
+
+
+@pytest.mark.parametrize("failure", [LockTimeout("a lock"), StaleEpoch()])
+async def test_a_batch_that_fails_ends_the_pass(dsn: Dsn, monkeypatch: Any, failure: Exception) -> None:
+    async with open_fleet(dsn, nodes=4) as fleet:
+        ids = [await queue(fleet, 8) for _ in range(4)]
+        reconciler = placement_reconciler(fleet.db, fleet.tools, worker_id="one", max_batch=1)
+        with monkeypatch.context() as patch:
+            commit_all = batch.commit_all
+
+            def fail_second(tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], *args: Any) -> Any:
+                if planned[0].reservation_id == ids[1]:
+                    raise failure
+                return commit_all(tx, tools, pool_id, planned, *args)
+
+            patch.setattr(batch, "commit_all", fail_second)
+            if isinstance(failure, LockTimeout):
+                with pytest.raises(LockTimeout):
+                    await reconciler.reconcile("1")
+            else:
+                assert await reconciler.reconcile("1") == Again(HELD_S)
+        left = await states(fleet, ids)
+        assert left[1] == "queued"
+        assert left[3] == "queued"
+        await reconciler.reconcile("1")
+        assert await states(fleet, ids) == ["binding"] * 4
+        fleet.assert_sound()
+
+
 async def test_what_is_being_cancelled_is_passed_by(dsn: Dsn) -> None:
     async with open_fleet(dsn, nodes=1) as fleet:
         ids = [await queue(fleet, 1), await queue(fleet, 1)]
 
         with psycopg.connect(fleet.owner_dsn) as other:
             other.execute("select from reservation where reservation_id = %s for update", (ids[0],))
-            batch = await place(fleet)
-        assert (batch.claimed, batch.placed) == (1, 1)
+            made = await place(fleet)
+        assert (made.claimed, made.placed) == (1, 1)
         assert await states(fleet, ids) == ["queued", "binding"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from controlplane.capacity import batch
 from controlplane.db import reservations, waiting
+from controlplane.db.tx import Contention
 from controlplane.reconcilers.placement import placement_reconciler
 from tests.support.ledgers import START, LedgerFleet, open_fleet
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from controlplane.db.tx import Tx
     from tests.support.postgres import Dsn
 
 HOUR = 3600
@@ -77,6 +80,26 @@ async def test_places_are_kept_from_one_batch_of_a_pass_to_the_next(dsn: Dsn) ->
         large, long = await queue(fleet, 8, duration_s=HOUR), await queue(fleet, 4, duration_s=3 * HOUR)
         await run_pass(fleet, max_batch=1)
         assert await states(fleet, large, long) == ["queued", "queued"]
+
+
+async def test_a_place_is_kept_once_however_often_its_batch_is_tried(dsn: Dsn, monkeypatch: Any) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        await fleet.reserve(4, duration_s=2 * HOUR)
+        large = await queue(fleet, 8, duration_s=HOUR)
+        commit_all, attempts = batch.commit_all, list[int]()
+
+        def lose_twice(tx: Tx, *args: Any) -> Any:
+            attempts.append(1)
+            if len(attempts) < 3:
+                raise Contention("somebody was faster")
+            return commit_all(tx, *args)
+
+        monkeypatch.setattr(batch, "commit_all", lose_twice)
+        await run_pass(fleet)
+        assert len(attempts) == 3
+        waiting = await fleet.load(large)
+        assert waiting.estimated_start == START + hours(2)
+        assert "ahead" not in waiting.pending_reason
 
 
 async def test_a_kept_place_is_gone_with_the_pass(dsn: Dsn) -> None:
