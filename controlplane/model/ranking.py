@@ -25,9 +25,10 @@ from bisect import bisect_left, insort
 from dataclasses import replace
 from heapq import merge
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from controlplane.model.earliest import FirstStarts, find_earliest
+from controlplane.model.filing import DAY, EVER_AFTER, file_node
 from controlplane.model.fit import fit_node, request_window
 from controlplane.model.instants import to_datetime, to_end, to_instant
 from controlplane.model.kinds import Kind, RankedKind, Shape, idle_kind, kind_of, rank_kind
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
     from datetime import datetime
 
+    from controlplane.model.filing import Filed
     from controlplane.model.fit import Asked, Fit
     from controlplane.model.nodeview import NodeView
     from controlplane.model.planner import NoPlan
@@ -56,8 +58,6 @@ BUSY_LOOKS_MAX: Final = 256
 BUSY_FITS_MAX: Final = 48
 # Nodes that a request for parts of shared GPUs looks at before it looks at every node.
 PARTS_LOOKS_MAX: Final = 256
-# A booking that is longer than this counts as busy for ever after: nobody keeps a list of a thousand days for it.
-BUSY_DAYS_MAX: Final = 62
 # Shapes of requests whose ranking of kinds is kept, and requests that are known not to fit: users ask for a few.
 SHAPES_MAX: Final = 256
 # Kinds that are kept ranked though no node is of them now.
@@ -66,28 +66,13 @@ KINDS_MAX: Final = 4096
 # Nothing becomes free by time alone, except that a booking passes of which nothing was ever held.
 REFUSAL_LIFE: Final = 5_000_000
 
-_DAY: Final = 86_400_000_000
-
 # Parts of a rank that say how good the GPUs are, before best fit: sets touched, complete sets broken.
 _QUALITY: Final = slice(0, 2)
 _NOBODY: Final[frozenset[int]] = frozenset()
-_EVER_AFTER: Final = -1
-_NO_PARTS: Final[dict[str, int]] = {}
 
 K = TypeVar("K")
 V = TypeVar("V")
 C = TypeVar("C", tuple[int, int], tuple[int, int, int])
-
-
-class _Filed(NamedTuple):
-    """Under what a placeable node is filed, so that it can be found again when it changes."""
-
-    kind: Kind
-    next_booking: int
-    scalars: tuple[int, int, int]
-    idle_from: int
-    days: dict[int, int]
-    parts: dict[str, int]
 
 
 class NodeRanking:
@@ -95,7 +80,7 @@ class NodeRanking:
 
     def __init__(self, nodes: Iterable[NodeView] = ()) -> None:
         self._nodes: dict[int, NodeView] = {}
-        self._filed: dict[int, _Filed] = {}
+        self._filed: dict[int, Filed] = {}
         # (start of the next booking of a free slot, node id) of each kind, ascending.
         self._now: dict[Kind, list[tuple[int, int]]] = {}
         # Kinds by rank for each shape, kinds without nodes too: they come back.
@@ -104,7 +89,7 @@ class NodeRanking:
         self._scalars: dict[int, list[tuple[int, int, int]]] = {}
         # Of healthy slots and sets: (minus the end of the last booking, node id), ascending.
         self._idle: dict[Kind, list[tuple[int, int]]] = {}
-        # Of each day (`_EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending.
+        # Of each day (`EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending.
         self._busy: dict[int, list[tuple[int, int]]] = {}
         # Of each class of parts: (how many are not held, node id), ascending.
         self._parts: dict[str, list[tuple[int, int]]] = {}
@@ -150,21 +135,12 @@ class NodeRanking:
             self._file(node)
 
     def _file(self, node: NodeView) -> None:
-        node_id, free = node.node_id, node.healthy & ~node.held
-        kind = kind_of(node)
-        filed = _Filed(
-            kind=kind,
-            next_booking=node.next_booking(free),
-            scalars=(node.vcpus - node.vcpus_held, node.memory_mib - node.memory_mib_held, node_id),
-            idle_from=max((booked.end for booked in (*node.booked, *node.scalars_booked)), default=0),
-            days=_busy_days(node),
-            parts=_free_parts(node),
-        )
+        node_id, filed = node.node_id, file_node(node)
         self._filed[node_id] = filed
-        if kind not in self._now:
-            self._rank_new(kind)
-        insort(self._now[kind], (filed.next_booking, node_id))
-        insort(self._scalars.setdefault(free.bit_count(), []), filed.scalars)
+        if filed.kind not in self._now:
+            self._rank_new(filed.kind)
+        insort(self._now[filed.kind], (filed.next_booking, node_id))
+        insort(self._scalars.setdefault(filed.kind.free.bit_count(), []), filed.scalars)
         insort(self._idle.setdefault(idle_kind(node), []), (-filed.idle_from, node_id))
         for day, left in filed.days.items():
             insort(self._busy.setdefault(day, []), (left, node_id))
@@ -409,7 +385,7 @@ class NodeRanking:
     def _busy_fits(self, request: PlacementRequest, asked: Asked) -> list[Fit]:
         fits: dict[int, Fit] = {}
         looks = 0
-        for day in (asked.start // _DAY, _EVER_AFTER):
+        for day in (asked.start // DAY, EVER_AFTER):
             nodes = self._busy.get(day, [])
             enough = nodes[bisect_left(nodes, (request.gpus_per_node, -1)) :]
             if request.strategy == "spread":
@@ -452,38 +428,6 @@ class NodeRanking:
 def _inventory(node: NodeView) -> tuple[object, ...]:
     shared = None if node.shared is None else frozenset((*node.shared.parts, *node.shared.sick))
     return node.present, node.groups, node.vcpus, node.memory_mib, shared
-
-
-def _free_parts(node: NodeView) -> dict[str, int]:
-    """Of each class of the node's parts: how many are not held."""
-    if node.shared is None:
-        return _NO_PARTS
-    free: dict[str, int] = {}
-    for part in node.shared.parts:
-        free[part.device_class] = free.get(part.device_class, 0) + (not part.units & node.shared.held)
-    return free
-
-
-def _busy_days(node: NodeView) -> dict[int, int]:
-    """The days (since 1970) of the node's bookings, each with how many healthy slots are not booked at all on it.
-
-    Days with none left are left out: nobody finds a GPU there without looking at the hours.
-    """
-    if not node.booked:
-        return {}
-    days: dict[int, int] = {}
-    always = 0
-    for slots, start, end in node.booked:
-        first, last = start // _DAY, (end - 1) // _DAY
-        if last - first > BUSY_DAYS_MAX:
-            always |= slots
-            continue
-        for day in range(first, last + 1):
-            days[day] = days.get(day, 0) | slots
-    if always:
-        days[_EVER_AFTER] = 0
-    left = {day: (node.healthy & ~(slots | always)).bit_count() for day, slots in days.items()}
-    return {day: count for day, count in left.items() if count}
 
 
 def _refusal_key(request: PlacementRequest, asked: Asked, horizon: datetime | None) -> Hashable:
