@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 
 from controlplane.api import doctor
 from controlplane.db import checks, fleet
+from controlplane.db.tx import run_reading
 from controlplane.queue.membership import SHARD_TIMING
 from tests.support.ledgers import open_fleet
 
 if TYPE_CHECKING:
+    from controlplane.db.tx import Tx
     from tests.support.ledgers import LedgerFleet
     from tests.support.postgres import Dsn
 
@@ -211,6 +216,25 @@ async def test_migrations_clock_and_workers_are_checked(dsn: Dsn) -> None:
         assert not after["database.migrations"].ok
         assert not after["database.clock"].ok
         assert not after["workers.controllers"].ok
+
+
+def _sleep(tx: Tx) -> checks.Found:
+    tx.execute("select pg_sleep(60)")
+    raise AssertionError("it was stopped")
+
+
+def test_a_check_that_takes_too_long_is_said_not_to_be_made_and_the_others_are(
+    dsn: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = doctor._RULES[0], doctor._RULES[-1]
+    monkeypatch.setattr(doctor, "_RULES", (replace(first, find=_sleep), last))
+    with psycopg.connect(dsn.api, autocommit=True) as conn:
+        conn.execute("set statement_timeout = 100")
+        made = run_reading(conn, partial(doctor.run_checks, clock_s=0.0), check=lambda: None)
+    slow, other = made[-2:]
+    assert (slow.name, slow.ok, slow.detail) == (first.name, False, "not checked: there was no time for it")
+    assert "vacuum analyze" in slow.fix
+    assert (other.name, other.ok) == (last.name, True)
 
 
 # --- the board -----------------------------------------------------------------------------------
