@@ -25,7 +25,7 @@ from controlplane.capacity.place import (
 )
 from controlplane.capacity.quota import open_quotas, window_of
 from controlplane.db import reservation_events, waiting
-from controlplane.db.placements import current_xid, drop_incomplete, lock_planned_nodes
+from controlplane.db.placements import drop_incomplete, lock_planned_nodes
 from controlplane.db.places import load_window_limits
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
@@ -163,13 +163,11 @@ def commit_all(
     if len(done) < len(ready):
         drop_incomplete(tx, [one.reservation_id for one in ready if one.reservation_id not in complete])
     if done:
-        write_placed(tx, pool, done, now)
-    taken = {part.node_id for one in done for part in one.plan.parts}
+        write_placed(tx, tools, pool, done, now)
     lost = {part.node_id for one in planned if one.reservation_id not in complete for part in one.plan.parts}
     if lost:
         # after the transaction, until which its plans count as booked
         tx.on_end(lambda _: tools.indexes.doubt(pool_id, lost))
-    tools.indexes.note_own(pool_id, current_xid(tx), taken - lost)
     enqueue(tx, "spec", {str(part.node_id) for one in done if one.plan.starts_now for part in one.plan.parts})
     return done
 

@@ -158,11 +158,16 @@ def write_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set[
         raise Contended(conflict.constraint) from conflict
 
 
-def write_placed(tx: Tx, pool: LockedPool, commitments: Sequence[Commitment], now: datetime) -> None:
+def write_placed(
+    tx: Tx, tools: LedgerTools, pool: LockedPool, commitments: Sequence[Commitment], now: datetime
+) -> None:
     """Make reservations `placed` or `binding` whose parts are all written. Raises Contended."""
     looks = [_next_look(one.plan, now) for one in commitments]
-    if not mark_all_placed(tx, pool, commitments, now=now, bind_deadline=now + BIND_TIMEOUT, looks=looks):
+    xid = mark_all_placed(tx, pool, commitments, now=now, bind_deadline=now + BIND_TIMEOUT, looks=looks)
+    if xid is None:
         raise Contended("reservation")
+    # all that has changed of these nodes is what was planned, and the index has that
+    tools.indexes.note_own(pool.pool_id, xid, {part.node_id for one in commitments for part in one.plan.parts})
 
 
 def _next_look(plan: Plan, now: datetime) -> datetime:
@@ -177,7 +182,7 @@ def _commit(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Plan, no
     parts = [commitment(tools, reservation, plan)]
     if not write_parts(tx, reservation.pool_id, parts):
         raise Contended("booking_no_overlap or allocation_one_hold")
-    write_placed(tx, pool, parts, now)
+    write_placed(tx, tools, pool, parts, now)
     if plan.starts_now:
         for part in plan.parts:
             try:

@@ -51,6 +51,7 @@ class Commitment:
 class LockedPool:
     """What events say of a pool, and the names of its nodes that are locked and as they were planned on."""
 
+    pool_id: int
     slug: str
     gpu_model: str | None
     names: Mapping[int, str]
@@ -75,7 +76,8 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
         {"nodes": pack(sorted(seen)), "pool": pool_id},
     )
     names = {node_id: name for node_id, name, gen, placeable, *_ in rows if placeable and gen == seen[node_id]}
-    return LockedPool(rows[0][4], rows[0][5], names) if rows else LockedPool("", None, names)
+    slug, gpu_model = rows[0][4:] if rows else ("", None)
+    return LockedPool(pool_id, slug, gpu_model, names)
 
 
 # Holds what is `due`, in the order of `at`, with the node's GPUs of which the spans have any part, and counts it.
@@ -252,17 +254,18 @@ def mark_all_placed(
     now: datetime,
     bind_deadline: datetime,
     looks: Sequence[datetime],
-) -> bool:
+) -> int | None:
     """`draft` or `queued` to `placed`, or to `binding` for those that are held; with their events.
 
     Args:
         looks: when each reservation's clock has something to do next.
 
     Returns:
-        Whether all were in one of these states. If not, nothing may be kept of this transaction.
+        The number of this transaction, as `placement_change` has it. None if not all were in one of these states:
+        then nothing may be kept of it.
     """
     events = [event for one in commitments for event in _events(pool, one)]
-    went = tx.value(
+    ((went, xid),) = tx.tuples(
         """
         with placed as (
           update reservation r
@@ -291,7 +294,7 @@ def mark_all_placed(
           on conflict (queue, key) do update
             set generation = w.generation + 1, due_at = least(w.due_at, excluded.due_at)
         )
-        select count(*) from placed
+        select count(*), pg_current_xact_id()::text::int8 from placed
         """,
         {
             "ids": pack(one.reservation_id for one in commitments),
@@ -311,7 +314,7 @@ def mark_all_placed(
         },
     )
     tx.wake("bc_events")
-    return went == len(commitments)
+    return xid if went == len(commitments) else None
 
 
 def _events(pool: LockedPool, one: Commitment) -> list[tuple[Commitment, str, str]]:
@@ -363,13 +366,6 @@ def load_changes(tx: Tx, pool_id: int, since: int | None) -> Changes:
         {"pool": pool_id, "since": since},
     )
     return Changes(position, own, frozenset((xid, node_id) for _, xid, node_id in rows))
-
-
-def current_xid(tx: Tx) -> int:
-    """The number of this transaction, as `placement_change` has it."""
-    xid = tx.value("select pg_current_xact_id()::text::int8")
-    assert isinstance(xid, int)
-    return xid
 
 
 def prune_changes(tx: Tx, *, older_than_s: float, limit: int) -> int:

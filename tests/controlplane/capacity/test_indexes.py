@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -89,6 +89,32 @@ async def test_a_whole_life_is_followed(dsn: Dsn) -> None:
         fleet.advance(7200)
         await fleet.step(later)
         await same_as_rows(fleet, indexes)
+
+
+async def test_what_this_process_places_is_in_its_index_without_being_read(
+    dsn: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_fleet(dsn, nodes=3) as fleet:
+        indexes = fleet.tools.indexes
+        await same_as_rows(fleet, indexes)
+        reads: list[int] = []
+
+        def load_and_count(tx: Tx, pool_id: int, *args: Any, **kwargs: Any) -> list[NodeView]:
+            reads.append(pool_id)
+            return load_node_views(tx, pool_id, *args, **kwargs)
+
+        monkeypatch.setattr("controlplane.capacity.indexes.load_node_views", load_and_count)
+        await fleet.reserve(3, vcpus=5)
+        await fleet.reserve(8, start_s=7200)
+        fleet.advance(1)
+        gone = await fleet.reserve(2)
+        await same_as_rows(fleet, indexes)
+        assert reads == []
+        await fleet.bound(gone)
+        await fleet.release(gone)
+        await fleet.released(gone)
+        await same_as_rows(fleet, indexes)
+        assert reads == [fleet.pool_id]
 
 
 async def test_a_node_that_joins_and_an_index_that_slept(dsn: Dsn) -> None:
