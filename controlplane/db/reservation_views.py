@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Final, LiteralString
 
 from controlplane.db.reservations import COLUMNS, Reservation
 
@@ -54,25 +54,6 @@ class NamedReservation(Reservation):
     offering: str | None
 
 
-def load_named(tx: Tx, reservation_id: int) -> NamedReservation | None:
-    """One reservation with its names."""
-    return tx.row(
-        NamedReservation,
-        "select"
-        + COLUMNS
-        + """
-          , t.slug as tenant, j.slug as project, p.slug as pool, o.slug as offering
-        from reservation r
-        join pool p using (pool_id)
-        join iam.tenant t on t.tenant_id = r.tenant_id
-        left join project j on j.project_id = r.project_id
-        left join offering o on o.offering_id = r.offering_id
-        where r.reservation_id = %(id)s
-        """,
-        {"id": reservation_id},
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class PlacedPart:
     """What a reservation has or will have of one node: its booking, its newest allocation, or both.
@@ -95,36 +76,42 @@ class PlacedPart:
     release_evidence: str | None
 
 
+# What a reservation `r` has or will have of its nodes. Holds of earlier attempts are left out.
+_PART_COLUMNS: LiteralString = """
+  p.reservation_id, n.public_id as node_public_id, n.name as node_name, n.connectivity,
+  p.allocation_public_id, p.allocation_state,
+  coalesce(p.device_uuids, (
+    select array_agg(d.uuid order by d.slot) from device d
+    where d.node_id = p.node_id and d.retired_at is null
+      and int4range(d.slot * 48, (d.slot + 1) * 48) && p.spans), '{}') as device_uuids,
+  coalesce(p.cdi_name, '') as cdi_name, p.vcpus, p.memory_mib, p.bound_at, p.released_at, p.release_evidence
+"""
+_PARTS: LiteralString = """
+  lateral (
+    select r.reservation_id, node_id, h.public_id as allocation_public_id, h.state as allocation_state,
+           h.device_uuids, h.cdi_name, b.spans, coalesce(h.vcpus, b.vcpus) as vcpus,
+           coalesce(h.memory_mib, b.memory_mib) as memory_mib, h.bound_at, h.released_at, h.release_evidence
+    from (
+      select distinct on (a.node_id) a.* from allocation a
+      where a.reservation_id = r.reservation_id and (a.released_at is null or a.releasing_at = r.releasing_at)
+      order by a.node_id, a.allocation_id desc
+    ) h full join (select * from booking where booking.reservation_id = r.reservation_id) b using (node_id)
+  ) p
+"""
+
+
 def load_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, list[PlacedPart]]:
-    """The parts of many reservations, by node, in one statement. Earlier attempts are left out."""
+    """The parts of many reservations, by node, in one statement."""
     rows = tx.rows(
         PlacedPart,
-        """
-        with held as (
-          select distinct on (a.reservation_id, a.node_id) a.*
-          from allocation a join reservation r using (reservation_id)
-          where a.reservation_id = any(array(select unnest(%(ids)s::int8[])))
-            and (a.released_at is null or a.releasing_at = r.releasing_at)
-          order by a.reservation_id, a.node_id, a.allocation_id desc
-        ), part as (
-          select reservation_id, node_id from held
-          union
-          select reservation_id, node_id from booking where reservation_id = any(array(select unnest(%(ids)s::int8[])))
-        )
-        select part.reservation_id, n.public_id as node_public_id, n.name as node_name, n.connectivity,
-               h.public_id as allocation_public_id, h.state as allocation_state,
-               coalesce(h.device_uuids, (
-                 select array_agg(d.uuid order by d.slot) from device d
-                 where d.node_id = part.node_id and d.retired_at is null
-                   and int4range(d.slot * 48, (d.slot + 1) * 48) && b.spans), '{}') as device_uuids,
-               coalesce(h.cdi_name, '') as cdi_name,
-               coalesce(h.vcpus, b.vcpus, 0) as vcpus, coalesce(h.memory_mib, b.memory_mib, 0) as memory_mib,
-               h.bound_at, h.released_at, h.release_evidence
-        from part
+        "select"
+        + _PART_COLUMNS
+        + "from reservation r cross join"
+        + _PARTS
+        + """
         join node n using (node_id)
-        left join held h using (reservation_id, node_id)
-        left join booking b on b.reservation_id = part.reservation_id and b.node_id = part.node_id
-        order by part.reservation_id, n.node_id
+        where r.reservation_id = any(array(select unnest(%(ids)s::int8[])))
+        order by r.reservation_id, n.node_id
         """,
         {"ids": list(reservation_ids)},
     )
@@ -132,3 +119,36 @@ def load_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, list[PlacedP
     for row in rows:
         parts.setdefault(row.reservation_id, []).append(row)
     return parts
+
+
+def load_named(tx: Tx, reservation_id: int) -> tuple[NamedReservation, list[PlacedPart]] | None:
+    """One reservation with its names and its parts, by node, in one statement."""
+    rows = tx.tuples(
+        "select"
+        + COLUMNS
+        + ", t.slug as tenant, j.slug as project, l.slug as pool, o.slug as offering,"
+        + _PART_COLUMNS
+        + """
+        from reservation r
+        join pool l using (pool_id)
+        join iam.tenant t on t.tenant_id = r.tenant_id
+        left join project j on j.project_id = r.project_id
+        left join offering o on o.offering_id = r.offering_id
+        left join
+        """
+        + _PARTS
+        + """
+        on true
+        left join node n using (node_id)
+        where r.reservation_id = %(id)s
+        order by n.node_id
+        """,
+        {"id": reservation_id},
+    )
+    if not rows:
+        return None
+    parts = [PlacedPart(*row[_NAMED_FIELDS:]) for row in rows if row[_NAMED_FIELDS] is not None]
+    return NamedReservation(*rows[0][:_NAMED_FIELDS]), parts
+
+
+_NAMED_FIELDS: Final = len(fields(NamedReservation))

@@ -290,10 +290,11 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
 
 
 def view_one(tx: Tx, reservation_id: int) -> ReservationView:
-    """A reservation that is there, as it is now, with two statements."""
-    row = load_named(tx, reservation_id)
-    assert row is not None, "reservations are never deleted"
-    return _view(row, row, load_parts(tx, [reservation_id]).get(reservation_id, ()))
+    """A reservation that is there, as it is now."""
+    found = load_named(tx, reservation_id)
+    assert found is not None, "reservations are never deleted"
+    row, parts = found
+    return _view(row, row, parts)
 
 
 def view_all(tx: Tx, rows: Sequence[Reservation]) -> list[ReservationView]:

@@ -20,14 +20,21 @@ HOUR = 3600
 
 
 @asynccontextmanager
-async def open_busy(dsn: Dsn) -> AsyncGenerator[Api]:
-    """One node of eight GPUs, four of which are held for two hours, and one request that waits for all of them."""
+async def open_pool(dsn: Dsn) -> AsyncGenerator[Api]:
+    """One node of eight GPUs."""
     async with open_api(dsn) as api:
         await api.ok("sites/create", slug="berlin")
         await api.ok("pools/create", site="berlin", slug="h100", gpu_model="H100")
         with psycopg.connect(dsn.admin, autocommit=True) as conn:
             conn.execute(FROZEN_TIME)
             insert_node(conn, 1, 0, 8)
+        yield api
+
+
+@asynccontextmanager
+async def open_busy(dsn: Dsn) -> AsyncGenerator[Api]:
+    """Four GPUs of the node are held for two hours, and one request waits for all of them."""
+    async with open_pool(dsn) as api:
         await api.ok("reservations/create", pool="h100", gpus=4, duration_s=2 * HOUR)
         assert (await reserve(api, 8, duration_s=HOUR)).data["state"] == "queued"
         await run_pass(api)
@@ -100,3 +107,19 @@ async def test_with_pool_lease_every_request_waits_for_the_scheduler(dsn: Dsn) -
         assert (await reserve(api, 9, duration_s=HOUR)).code == "INVALID"
         await run_pass(api)
         assert (await api.ok("reservations/get", id=made["id"]))["state"] == "binding"
+
+
+async def test_the_answer_to_a_request_is_what_everybody_sees_of_it(dsn: Dsn) -> None:
+    async with open_pool(dsn) as api:
+        later = "2031-01-01T00:00:00Z"
+        made = [
+            (await reserve(api, 1, duration_s=HOUR)).data,
+            (await reserve(api, 2, duration_s=HOUR, start=later)).data,
+            (await reserve(api, 8, duration_s=HOUR)).data,
+        ]
+        assert [one["state"] for one in made] == ["binding", "placed", "queued"]
+        assert [len(one["parts"]) for one in made] == [1, 1, 0]
+        assert [len(part["gpu_uuids"]) for one in made for part in one["parts"]] == [1, 2]
+        assert [await api.ok("reservations/get", id=one["id"]) for one in made] == made
+        listed = {one["id"]: one for one in (await api.ok("reservations/list"))["items"]}
+        assert [listed[one["id"]] for one in made] == made
