@@ -130,6 +130,15 @@ def schedule_many(tx: Tx, queue: Queue, keys: Iterable[str], after_s: float) -> 
         )
 
 
+def find_keys(tx: Tx, queue: Queue, keys: Iterable[str]) -> set[str]:
+    """Those of the keys that are in the queue, whenever they are due."""
+    found = tx.tuples(
+        "select key from work_queue where queue = %(queue)s and key = any(%(keys)s)",
+        {"queue": queue, "keys": list(keys)},
+    )
+    return {key for (key,) in found}
+
+
 def enqueue_missing(tx: Tx, queue: Queue, keys: Sequence[str], *, after_s: float, per_s: float) -> int:
     """Have each key run, without new information: one that is backing off goes on backing off.
 

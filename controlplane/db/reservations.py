@@ -233,19 +233,18 @@ def page_reservations(
     )
 
 
-def page_open(tx: Tx, after: int, limit: int) -> list[int]:
+def page_open(tx: Tx, after: int, limit: int) -> list[Reservation]:
     """Reservations that have not ended, in id order: what a resync walks over."""
-    return [
-        row[0]
-        for row in tx.tuples(
-            """
-            select reservation_id from reservation
-            where ended_at is null and reservation_id > %(after)s
-            order by reservation_id limit %(limit)s
-            """,
-            {"after": after, "limit": limit},
-        )
-    ]
+    return tx.rows(
+        Reservation,
+        "select"
+        + COLUMNS
+        + """
+        from reservation r where r.ended_at is null and r.reservation_id > %(after)s
+        order by r.reservation_id limit %(limit)s
+        """,
+        {"after": after, "limit": limit},
+    )
 
 
 def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reason: str) -> bool:

@@ -39,7 +39,7 @@ class Reconciler:
             off, up to five minutes, and no other key waits for it.
         list_keys: called with (after, limit): the next page of all keys that this reconciler
             looks after, in an order of its own, behind the key `after` ("" for the first page).
-            An empty page ends the list.
+            An empty page ends the list. A key may be left out if it is certain that its run would do nothing.
         concurrency: how many keys one worker runs at once.
         deadline_s: the longest that one run may take.
     """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controlplane.capacity.lifecycle import step
-from controlplane.db.reservations import page_open
+from controlplane.capacity.lifecycle import find_unsettled, step
 from controlplane.queue.outcome import Again, Done
 from controlplane.reconcilers.reconciler import Reconciler
 
@@ -25,8 +24,12 @@ def reservation_reconciler(db: Database, tools: LedgerTools) -> Reconciler:
         return Done() if due is None else Again(due.total_seconds())
 
     async def list_keys(after: str, limit: int) -> Sequence[str]:
-        ids = await db.run_tx(page_open, int(after or 0), limit)
-        return [str(reservation_id) for reservation_id in ids]
+        behind: int | None = int(after or 0)
+        while behind is not None:
+            unsettled, behind = await db.run_read(find_unsettled, behind, limit)
+            if unsettled:
+                return [str(reservation_id) for reservation_id in unsettled]
+        return []
 
     return Reconciler(
         name="reservations",

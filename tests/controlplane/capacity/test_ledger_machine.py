@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from controlplane.capacity import end as ending
 from controlplane.capacity import windows
-from controlplane.capacity.lifecycle import step
+from controlplane.capacity.lifecycle import find_unsettled, step
 from controlplane.db import ledger, reservations
 from controlplane.db.pool import DatabaseStatistics
 from controlplane.db.time import load_now
@@ -91,6 +91,10 @@ def _drive(steps: Coroutine[Any, Any, T]) -> T:
         return stopped.value
     steps.close()
     raise AssertionError("it waits for something")
+
+
+class _Undone(Exception):
+    """What was done to look at it is taken back."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -302,6 +306,21 @@ class LedgerMachine(RuleBasedStateMachine):
         still = dict(self.sql("select public_id, device_uuids from allocation where released_at is null"))
         assert {hold: still.get(hold) for hold in self.held} == self.held
         self.held = still
+
+    @invariant()
+    def what_a_resync_leaves_out_has_nothing_to_do(self) -> None:
+        def look(tx: Tx) -> None:
+            unsettled, more = find_unsettled(tx, 0, 1000)
+            assert more is None
+            for row in reservations.page_open(tx, 0, 1000):
+                if row.reservation_id not in unsettled:
+                    due = step(tx, self.fleet.tools, row.reservation_id)
+                    assert due is None or due > timedelta(0)
+                    assert reservations.load_reservation(tx, row.reservation_id) == row
+            raise _Undone
+
+        with suppress(_Undone):
+            self.run(look)
 
     def teardown(self) -> None:
         """Everybody behaves, and all must end."""

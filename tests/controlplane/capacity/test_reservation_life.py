@@ -8,7 +8,7 @@ import psycopg
 import pytest
 import trio
 
-from controlplane.capacity.lifecycle import step
+from controlplane.capacity.lifecycle import find_unsettled, step
 from controlplane.capacity.place import Contended, Placed
 from controlplane.model.evidence import Applied, Refused
 from controlplane.model.planner import NoPlan
@@ -361,3 +361,39 @@ async def test_scalars_are_refused_beyond_what_the_node_has(dsn: Dsn) -> None:
         assert isinstance(full, NoPlan)
         assert (await fleet.reserve(0, vcpus=16)).state == "binding"
         fleet.assert_sound()
+
+
+async def test_a_resync_looks_at_what_is_due_forgotten_or_not_well_and_at_nothing_else(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=3) as fleet:
+        held = await fleet.reserve(8)
+        await fleet.bound(held)
+        later = await fleet.reserve(8, start_s=1800, duration_s=None)
+        whole = await fleet.reserve(8)
+        await fleet.bound(whole)
+        waiting = await fleet.reserve(8)
+        assert (later.state, waiting.state) == ("placed", "queued")
+
+        async def unsettled() -> list[int]:
+            found, more = await fleet.run(find_unsettled, 0, 100)
+            assert more is None
+            return found
+
+        # later than all of it, but it is there
+        fleet.execute("update work_queue set due_at = due_at + interval '1 hour'")
+        assert await unsettled() == []
+        fleet.execute("delete from work_queue where key = %s", str(held.reservation_id))
+        assert await unsettled() == [held.reservation_id]
+        fleet.execute("update node set connectivity = 'unreachable' where name = 'node-1'")
+        fleet.execute("update device set health = 'missing' where slot = 7 and node_id = 3")
+        assert await unsettled() == [held.reservation_id, later.reservation_id, whole.reservation_id]
+        assert await fleet.run(find_unsettled, 0, 2) == (
+            [held.reservation_id, later.reservation_id],
+            later.reservation_id,
+        )
+        assert (await fleet.step(whole)).conditions == ["impaired"]
+        fleet.execute("update node set connectivity = 'connected'")
+        fleet.execute("update device set health = 'healthy'")
+        assert await unsettled() == [held.reservation_id, whole.reservation_id], "it is well, and said not to be"
+        assert (await fleet.step(whole)).conditions == []
+        fleet.advance(1800)
+        assert await unsettled() == [held.reservation_id, later.reservation_id]
