@@ -200,6 +200,20 @@ def placements(*, output: Path | None, keep: bool, **given: Any) -> None:  # noq
     show_default=True,
     help="Rounds for the last unit, for each of three numbers of clients.",
 )
+@click.option(
+    "--few-nodes",
+    type=click.IntRange(min=10, max=100_000),
+    default=100,
+    show_default=True,
+    help="Nodes of the pool of few, in which the placers are compared.",
+)
+@click.option(
+    "--crowd",
+    type=click.IntRange(min=1, max=100),
+    default=32,
+    show_default=True,
+    help="Clients at once where the placers are compared under more load.",
+)
 @_quiet
 def inline(*, output: Path | None, keep: bool, **given: Any) -> None:  # noqa: ANN401 - as the options say
     """One booking a request over HTTP: rate, latency, cost, and the race for the last unit."""

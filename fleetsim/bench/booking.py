@@ -1,7 +1,8 @@
 """Books over HTTP, as many clients at once as are asked for, and times every answer.
 
-A closed loop: a client asks again when it has its answer. An answer other than a reservation that is booked is a
-failure of the benchmark. The last unit of a pool is raced for by clients that all ask at the same moment.
+A closed loop: a client asks again when it has its answer, and if that says that it waits, when the stream of events
+says that it has its GPU. An answer other than a reservation that is booked is a failure of the benchmark. The last unit
+of a pool is raced for by clients that all ask at the same moment.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from fleetsim.bench.callers import open_caller
+from fleetsim.bench.holding import LOST_AFTER_S
 from fleetsim.bench.running import NotMeasured
 from shared.clocks import SystemClock
 from shared.ids import new_ulid
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fleetsim.bench.callers import Caller
+    from fleetsim.bench.holding import EventWatch
 
 BOOKED: Final = frozenset({"placed", "binding", "active"})
 HOLD_S: Final = 4 * 3600
@@ -72,11 +75,20 @@ class Wishes:
 
 
 async def book(
-    url: str, key: str, wish: Callable[[int], Asked], *, clients: int, count: int, within_s: float
+    url: str,
+    key: str,
+    wish: Callable[[int], Asked],
+    *,
+    clients: int,
+    count: int,
+    within_s: float,
+    watch: EventWatch | None = None,
 ) -> Booked:
-    """Book until `count` are booked or `within_s` have passed. Raises NotMeasured.
+    """Book until `count` are booked or `within_s` have passed. Raises NotMeasured, ReservationLost.
 
-    `wish` is called with the number of the client for each request.
+    Args:
+        wish: called with the number of the client for each request.
+        watch: the events of reservations; with it, one that is answered as queued may wait for what it asked for.
     """
     booked = Booked()
     async with AsyncExitStack() as stack:
@@ -91,11 +103,13 @@ async def book(
                 given = wish(client)
                 sent = time.perf_counter()
                 answer = await caller.call("reservations/create", given)
+                state = answer.data.get("state", "")
+                if watch is not None and state == "queued":
+                    state = await _wait_held(watch, answer.data["id"])
                 took = time.perf_counter() - sent
-                if answer.data.get("state") in BOOKED:
+                if state in BOOKED:
                     booked.latencies_s.append(took)
                 elif len(booked.failed) < FAILURES_KEPT:
-                    state = answer.data.get("state", "")
                     booked.failed.append(f"{answer.status} {answer.code or state}: {answer.message}")
 
         async with trio.open_nursery() as nursery:
@@ -105,6 +119,14 @@ async def book(
     if not booked.latencies_s:
         raise NotMeasured(f"nothing was booked, for one: {booked.failed[:1]}")
     return booked
+
+
+async def _wait_held(watch: EventWatch, reservation_id: str) -> str:
+    """Wait until a reservation is held, and return its state then. Raises ReservationLost."""
+    with trio.move_on_after(LOST_AFTER_S) as waiting:
+        await watch.wait_for(reservation_id, "reservation.binding")
+    watch.forget(reservation_id)
+    return "queued" if waiting.cancelled_caught else "binding"
 
 
 @dataclass(frozen=True, slots=True)

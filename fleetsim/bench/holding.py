@@ -14,6 +14,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -98,10 +99,16 @@ class EventWatch:
 
 @asynccontextmanager
 async def open_event_watch(client: AsyncApiClient, kind: str) -> AsyncGenerator[EventWatch]:
-    """Follow the events of one kind (or all that start with it) for the time of the body."""
+    """Follow the events of one kind (or all that start with it) for the time of the body. Raises ClientError."""
     watch = EventWatch()
+    opened = trio.Event()
+
+    async def note_open() -> None:
+        opened.set()
+
     async with service_nursery() as nursery:
-        nursery.start_soon(client.follow, {"kind": kind}, watch.on_event)
+        nursery.start_soon(partial(client.follow, {"kind": kind}, watch.on_event, on_open=note_open))
+        await opened.wait()
         yield watch
 
 

@@ -2,7 +2,7 @@
 
 Three worlds: a small fleet, a large one, and the large one with many live reservations. In each of them clients
 book for now and for later, in turn, as often as there are repeats. In the small one the last unit of a pool is
-raced for as well.
+raced for as well. A last world compares the placers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fleetsim.bench.booking import Wishes, book, race
 from fleetsim.bench.cost import Meter
 from fleetsim.bench.inline_figures import INLINE
 from fleetsim.bench.ledger import open_ledger
+from fleetsim.bench.placers import WARM_UP, WARM_UP_S, Load, compare_placers
 from fleetsim.bench.processes import find_tree, read_memory
 from fleetsim.bench.report import Measurements
 from fleetsim.bench.running import Runner, run_bench, tell
@@ -31,12 +32,10 @@ if TYPE_CHECKING:
     from controlplane.db.tx import Tx
     from fleetsim.bench.booking import Asked, Booked, Race
     from fleetsim.bench.cost import Reading
+    from fleetsim.bench.placers import Pool
     from fleetsim.bench.server import Server
 
 POOL: Final = "h100"
-# Until every connection has its prepared statements, and the server has read the pool.
-WARM_UP: Final = 40
-WARM_UP_S: Final = 30.0
 # Rounds of each number of clients that race for the last unit.
 RACERS: Final = (9, 12, 24)
 GPUS_RACED_FOR: Final = 8
@@ -55,6 +54,8 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     bookings: int
     seconds: float
     races: int
+    few_nodes: int
+    crowd: int
     quiet_s: float
     repeats: int
     postgres: int | None
@@ -88,6 +89,7 @@ class Bench:
             (f"{given.small_nodes:,} nodes", self._small),
             (f"{given.nodes:,} nodes", self._large),
             (f"{given.nodes:,} nodes, {given.live:,} live reservations", self._live),
+            ("the placers", self._placers),
         )
         for when in ("now", "later"):
             self._add_ratio(f"{when}_nodes_ratio", (when, ""), (when, "small_"))
@@ -111,6 +113,12 @@ class Bench:
         async with self._open_world(directory, self.parameters.nodes, reservations=self.parameters.live) as server:
             await self._book_repeatedly(server, "live_")
             self.measured.add("server_live_mib", read_memory(find_tree(server.child.pid)).rss_mib)
+
+    async def _placers(self, directory: Path) -> None:
+        given = self.parameters
+        load = Load(given.clients, given.crowd, given.bookings, given.seconds, given.repeats)
+        pools: dict[Pool, int] = {"few": given.few_nodes, "many": given.nodes}
+        await compare_placers(directory, self.measured, load, pools=pools, major=given.postgres)
 
     @asynccontextmanager
     async def _open_world(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fleetsim.bench.figures import BenchKind, Kind, Peer
+from fleetsim.bench.placers import placer_kinds
 from fleetsim.bench.report import LedgerReport
 
 REFERENCE_HOST: Final = "64 vCPU workstation, PGlite in the process"
@@ -79,6 +80,7 @@ KINDS: Final[tuple[Kind, ...]] = (
     Kind("server_mib", "memory of the server", "MiB"),
     Kind("server_live_mib", "memory of the server, many live", "MiB"),
     Kind("postgres_mib", "memory of PostgreSQL", "MiB"),
+    *placer_kinds(),
 )
 
 CAVEATS: Final[tuple[str, ...]] = (
@@ -90,6 +92,7 @@ CAVEATS: Final[tuple[str, ...]] = (
     "Later windows begin at an hour of the two weeks from tomorrow on, chosen at random with a fixed seed.",
     "The server runs all its roles; what its workers do meanwhile is in latencies and CPU.",
     "Statements and transactions are less what an idle server sends in a quiet moment before.",
+    "The placers: a request is over when its GPU is held, which `pool-lease` says by the stream of events.",
     "The race: a new pool of one node with 8 GPUs for each round; all clients ask for one GPU at the same moment.",
 )
 

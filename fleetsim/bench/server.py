@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controlplane.cli.client import AsyncApiClient
+    from controlplane.config import PlacerKind
     from controlplane.db.embedded import EmbeddedPostgres
     from fleetsim.bench.children import Child
     from fleetsim.bench.ledger import Ledger
@@ -54,6 +55,9 @@ join_listen = "127.0.0.1:{join}"
 listen = "127.0.0.1:{gateway}"
 endpoints = ["https://127.0.0.1:{gateway}"]
 join_url = "https://127.0.0.1:{join}"
+
+[capacity]
+placer = "{placer}"
 
 [log]
 level = "warning"
@@ -83,13 +87,14 @@ async def open_server(directory: Path) -> AsyncGenerator[Server]:
 
 
 @asynccontextmanager
-async def open_server_on(ledger: Ledger, directory: Path) -> AsyncGenerator[Server]:
+async def open_server_on(ledger: Ledger, directory: Path, *, placer: PlacerKind = "inline") -> AsyncGenerator[Server]:
     """Run `bcctl serve` on a ledger that may have something in it. Raises ChildFailed."""
     api, join, gateway = free_ports(3)
     config = directory / "config.toml"
     dsn = ledger.postgres.dsn("", ledger.database)
     config.write_text(
-        _CONFIG.format(keys_dir=ledger.keys_dir, dsn=dsn, api=api, join=join, gateway=gateway), encoding="utf-8"
+        _CONFIG.format(keys_dir=ledger.keys_dir, dsn=dsn, api=api, join=join, gateway=gateway, placer=placer),
+        encoding="utf-8",
     )
     command = (sys.executable, "-m", "controlplane.cli.main", "serve", "--config", str(config))
     async with (

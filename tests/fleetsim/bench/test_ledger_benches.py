@@ -17,6 +17,8 @@ async def test_inline() -> None:
         bookings=4,
         seconds=5.0,
         races=1,
+        few_nodes=10,
+        crowd=3,
         quiet_s=0.5,
         repeats=1,
         postgres=None,
