@@ -16,6 +16,7 @@ import trio
 from controlplane.db import leases, outbox
 from controlplane.db import sinks as sinks_table
 from controlplane.db.leases import Fence, StaleEpoch
+from controlplane.db.outbox import Position
 from controlplane.db.pool import Database, DatabaseConfig, open_database
 from controlplane.events import sinks
 from controlplane.events.sinks import run_sinks
@@ -272,6 +273,6 @@ async def test_a_sender_that_lost_its_lease_moves_no_cursor(dsn: Dsn, receiver: 
         await database.run_tx(sinks_table.advance, Fence(name, "new", 2), batch.sink, batch.end)
         moved = sink_row(dsn, "cursor_xid::text, cursor_seq")
         await database.run_tx(
-            sinks_table.advance, Fence(name, "new", 2), batch.sink, outbox.START
+            sinks_table.advance, Fence(name, "new", 2), batch.sink, Position(0, 0)
         )  # from the old place
         assert sink_row(dsn, "cursor_xid::text, cursor_seq") == moved
