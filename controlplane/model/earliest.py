@@ -13,7 +13,8 @@ may not be the first.
 from __future__ import annotations
 
 from bisect import insort
-from heapq import heappop, heapreplace
+from datetime import timedelta
+from heapq import heappop, heappush, heapreplace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -33,40 +34,69 @@ STEPS_MAX = 400_000
 CHECK_STEPS = 20
 # Nodes that are looked at for one of many equal requests: a few, but for the first one on a full pool.
 LOOKS_MAX = 20_000
+# For how long first starts are kept.
+LIFE = timedelta(minutes=1)
 
 
 def find_earliest(
     request: PlacementRequest, nodes: Iterable[NodeView], now: datetime, horizon: datetime
 ) -> datetime | None:
     """The earliest known start, after the one the request names and not after `horizon`; None if there is none."""
-    search = _Search(request, nodes, now, horizon)
-    firsts = search.find_first_starts()
+    search = _Search(request, now, horizon)
+    # Those that could start first come first, so that most of a large pool need not be looked at.
+    likely = sorted(
+        (
+            (min(starts), node.node_id, node)
+            for node in nodes
+            if may_be_on(request, node) and (starts := search.starts(node))
+        ),
+        key=itemgetter(0, 1),
+    )
+    firsts = search.find_first_starts(likely)
     if len(firsts) < request.nodes:
         return None
     # A gang cannot start before as many nodes as it has parts have had their first start; one part starts there.
-    start = firsts[-1] if request.nodes == 1 else search.find_common_start(firsts[-1])
+    start = firsts[-1] if request.nodes == 1 else search.find_common_start(firsts[-1], [node for _, _, node in likely])
     return None if start is None else to_datetime(start)
 
 
 class FirstStarts:
-    """The earliest starts of many equal requests of one node each, on nodes that fill up meanwhile.
+    """The earliest starts of many equal requests of one node each, on nodes that come and go.
 
-    Each node is filed under a start before which it cannot take one. Bookings that are added only make that later, so
-    the earliest of all is found by looking at those that are filed first; the pool is looked at as a whole but once.
+    Each node is filed under a start before which it cannot take one. Bookings that are added and time that passes only
+    make that later, so the earliest of all is found by looking at those that are filed first; the pool is looked at as
+    a whole but once. Whatever else happens to a node, `put` files it once more.
+
+    That holds for requests which cannot start at once, or at the time that they name.
     """
 
     def __init__(self, request: PlacementRequest, nodes: Iterable[NodeView], now: datetime, horizon: datetime) -> None:
-        self._search = _Search(request, nodes, now, horizon)
-        # ascending, so a heap
-        self._filed = self._search.bounds()
+        self._request = request
+        self._search = search = _Search(request, now, horizon)
+        # ascending, so a heap; a node that has changed is in it once more
+        self._filed = sorted(bound for node in nodes if (bound := search.bound(node)) is not None)
+        self._entries_max = 2 * len(self._filed) + LOOKS_MAX
+        self._since = now
 
-    def find(self, get: Callable[[int], NodeView]) -> tuple[int, int] | None:
+    def is_worn(self, now: datetime) -> bool:
+        """Whether to make a new one: this one has many old entries, or may lack what was behind the horizon."""
+        return len(self._filed) > self._entries_max or not timedelta() <= now - self._since <= LIFE
+
+    def put(self, node: NodeView) -> None:
+        """The node is new, or has changed: it may take a request sooner."""
+        bound = self._search.bound(node)
+        if bound is not None:
+            heappush(self._filed, bound)
+
+    def find(self, get: Callable[[int], NodeView | None], now: datetime, horizon: datetime) -> tuple[int, int] | None:
         """The earliest start, an instant, and its node, as nodes are now; None if there is none."""
+        self._search = search = _Search(self._request, now, horizon)
         for _ in range(LOOKS_MAX):
             if not self._filed:
                 return None
             bound, node_id = self._filed[0]
-            start = self._search.first_start(get(node_id))
+            node = get(node_id)
+            start = None if node is None else search.first_start(node)
             if start is None:
                 heappop(self._filed)
             elif start > bound:
@@ -77,7 +107,9 @@ class FirstStarts:
 
 
 class _Search:
-    def __init__(self, request: PlacementRequest, nodes: Iterable[NodeView], now: datetime, horizon: datetime) -> None:
+    """What of one request the answer depends on besides the nodes."""
+
+    def __init__(self, request: PlacementRequest, now: datetime, horizon: datetime) -> None:
         asked = request_window(request, now)
         self._request = request
         self._length = FOREVER if asked.end == FOREVER else asked.end - asked.start
@@ -85,41 +117,40 @@ class _Search:
         self._base = asked.start
         self._horizon = to_instant(horizon)
         self._steps_left = STEPS_MAX
-        # Those that could start first come first, so that most of a large pool need not be looked at.
-        firsts = [
-            (min(starts), node.node_id, node)
-            for node in nodes
-            if may_be_on(request, node) and (starts := self._starts(node))
-        ]
-        self._nodes = sorted(firsts, key=itemgetter(0, 1))
 
-    def bounds(self) -> list[tuple[int, int]]:
-        """Of each node that may have one: when its first start is at the earliest, and its id; ascending."""
-        bounds = [(max(earliest, self._gpus_free_from(node)), node_id) for earliest, node_id, node in self._nodes]
-        return sorted(bound for bound in bounds if bound[0] <= self._horizon)
+    def bound(self, node: NodeView) -> tuple[int, int] | None:
+        """When the first start of the node is at the earliest, and its id; None if it is none of the request's."""
+        if not may_be_on(self._request, node):
+            return None
+        earliest = max(min(self.starts(node), default=self._base), self._gpus_free_from(node))
+        return None if earliest > self._horizon else (earliest, node.node_id)
 
     def _gpus_free_from(self, node: NodeView) -> int:
         """When so many of the bookings that run now have ended that there are as many GPUs as are asked for."""
-        running = sorted(((end, slots) for slots, start, end in node.booked if start <= self._base < end), reverse=True)
-        taken = 0
+        base, wanted, free = self._base, self._request.gpus_per_node, node.healthy
+        running = [(end, slots) for slots, start, end in node.booked if start <= base < end]
+        running.sort(reverse=True)
         for end, slots in running:
-            taken |= slots
-            if (node.healthy & ~taken).bit_count() < self._request.gpus_per_node:
+            free &= ~slots
+            if free.bit_count() < wanted:
                 return end
-        return self._base
+        return base
 
     def first_start(self, node: NodeView) -> int | None:
         stuck = self._stuck(node)
-        return next((start for start in sorted(self._starts(node)) if self._fits(node, start, stuck)), None)
+        return next((start for start in sorted(self.starts(node)) if self._fits(node, start, stuck)), None)
 
-    def find_first_starts(self) -> list[int]:
-        """The first start of each node, the earliest as many as the gang has parts, ascending."""
+    def find_first_starts(self, likely: Iterable[tuple[int, int, NodeView]]) -> list[int]:
+        """The first start of each node, the earliest as many as the gang has parts, ascending.
+
+        `likely` are nodes in the order of their first ends, which come first, and their ids.
+        """
         firsts: list[int] = []
-        for earliest, _, node in self._nodes:
+        for earliest, _, node in likely:
             if self._is_late(firsts, earliest):
                 break
             stuck = self._stuck(node)
-            for start in sorted(self._starts(node)):
+            for start in sorted(self.starts(node)):
                 if self._is_late(firsts, start):
                     break
                 if self._steps_left <= 0:
@@ -130,11 +161,11 @@ class _Search:
                     break
         return firsts
 
-    def find_common_start(self, earliest: int) -> int | None:
+    def find_common_start(self, earliest: int, likely: Iterable[NodeView]) -> int | None:
         """The first start, `earliest` or later, at which as many nodes fit as the gang has parts."""
         self._steps_left = STEPS_MAX
-        nodes = [(node, self._stuck(node)) for _, _, node in self._nodes]
-        starts = {start for node, _ in nodes for start in self._starts(node)}
+        nodes = [(node, self._stuck(node)) for node in likely]
+        starts = {start for node, _ in nodes for start in self.starts(node)}
         for start in sorted([start for start in starts if start >= earliest and start > self._base]):
             found = 0
             for node, stuck in nodes:
@@ -148,7 +179,7 @@ class _Search:
     def _is_late(self, firsts: list[int], start: int) -> bool:
         return len(firsts) == self._request.nodes and start >= firsts[-1]
 
-    def _starts(self, node: NodeView) -> list[int]:
+    def starts(self, node: NodeView) -> list[int]:
         """The starts to try on this node, in no order."""
         base, horizon = self._base, self._horizon
         starts = [end for _, _, end in node.booked if base < end <= horizon]

@@ -94,7 +94,7 @@ class PoolIndex:
             ranking.unbook(plan)
 
     def forget_starts(self) -> None:
-        """Have `plan_earliest` look at everything anew: what was booked may be free again."""
+        """Keep what `plan_earliest` has found out for a few requests alone: every change is noted for each."""
         for ranking in self._rankings():
             ranking.forget_starts()
 

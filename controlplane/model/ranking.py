@@ -63,6 +63,9 @@ SHAPES_MAX: Final = 256
 # Kinds that are kept ranked though no node is of them now.
 KINDS_MAX: Final = 4096
 
+# For how many requests first starts are kept from one pass to the next.
+STARTS_KEPT: Final = 8
+
 # Nothing becomes free by time alone, except that a booking passes of which nothing was ever held.
 REFUSAL_LIFE: Final = 5_000_000
 
@@ -111,6 +114,8 @@ class NodeRanking:
         if known is None or _inventory(known) != _inventory(node):
             self._possible.clear()
         self._put(node)
+        for starts in self._starts.values():
+            starts.put(node)
 
     def remove(self, node_id: int) -> None:
         """Forget the node, if it is known."""
@@ -209,7 +214,7 @@ class NodeRanking:
     def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
         """The plan for the earliest known start of a request that `plan` refuses; None if there is none.
 
-        What was found for one request is kept for those like it until `forget_starts`; meanwhile nodes only fill up.
+        What was found for one request is kept for those like it, also of the next passes; see `forget_starts`.
         """
         if request.nodes == 1:
             return self._plan_earliest_of_one(request, now, horizon)
@@ -222,10 +227,10 @@ class NodeRanking:
 
     def _plan_earliest_of_one(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
         starts = self._starts.get(request)
-        if starts is None:
+        if starts is None or starts.is_worn(now):
             starts = FirstStarts(request, self._nodes.values(), now, horizon)
             _remember(self._starts, request, starts)
-        found = starts.find(self._nodes.__getitem__)
+        found = starts.find(self._nodes.get, now, horizon)
         if found is None:
             return None
         start, node_id = found
@@ -234,7 +239,9 @@ class NodeRanking:
         return None if fit is None else plan_parts(request, [fit], asked)
 
     def forget_starts(self) -> None:
-        self._starts.clear()
+        """Keep first starts of a few requests alone: every node that changes is filed for each."""
+        for request in list(self._starts)[:-STARTS_KEPT]:
+            del self._starts[request]
 
     def unbook(self, plan: Plan) -> None:
         """Take back what `book` counted of a plan for later."""
@@ -243,7 +250,9 @@ class NodeRanking:
         for part in plan.parts:
             node = self._nodes.get(part.node_id)
             if node is not None:
-                self._put(without_part(node, part, start, end))
+                self._put(freed := without_part(node, part, start, end))
+                for starts in self._starts.values():
+                    starts.put(freed)
 
     def why_impossible(self, request: PlacementRequest) -> Impossible | None:
         """As `refusals.why_impossible`, on every node; remembered until the inventory changes."""

@@ -58,12 +58,12 @@ def without_part(node: NodeView, part: PlanPart, start: int, end: int) -> NodeVi
     shared = node.shared
     if shared is not None and (units := units_in(part.spans, shared)):
         shared = replace(shared, booked=_less(shared.booked, UnitsBooked(units, start, end)))
-    return replace(
-        node,
-        booked=_less(node.booked, Booked(touched_slots(part.spans), start, end)),
-        scalars_booked=_less(node.scalars_booked, ScalarBooked(part.vcpus, part.memory_mib, start, end)),
-        shared=shared,
-    )
+    booked, scalars = node.booked, node.scalars_booked
+    if slots := touched_slots(part.spans):
+        booked = _less(booked, Booked(slots, start, end))
+    if part.vcpus or part.memory_mib:
+        scalars = _less(scalars, ScalarBooked(part.vcpus, part.memory_mib, start, end))
+    return replace(node, booked=booked, scalars_booked=scalars, shared=shared)
 
 
 def _less(booked: tuple[T, ...], one: T) -> tuple[T, ...]:

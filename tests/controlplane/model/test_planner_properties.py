@@ -341,3 +341,41 @@ def test_places_that_are_kept_one_after_another_are_the_earliest_and_can_be_give
         index.unbook(place)
     index.forget_starts()
     assert {node.node_id: node for node in index.nodes()} == {node.node_id: node for node in pool}
+
+
+moves = st.one_of(
+    st.tuples(st.just("put"), st.integers(0, 3), nodes()),
+    st.tuples(st.just("remove"), st.integers(0, 3), st.none()),
+    st.tuples(st.just("book"), st.none(), requests.filter(lambda request: request.nodes == 1)),
+    st.tuples(st.just("wait"), st.integers(1, 3), st.none()),
+    st.tuples(st.just("end the pass"), st.none(), st.none()),
+)
+
+
+@given(pools, st.lists(requests.filter(lambda request: request.nodes == 1), min_size=1, max_size=2), st.lists(moves))
+@settings(max_examples=200, deadline=None)
+def test_first_starts_are_kept_right_whatever_becomes_of_the_nodes(
+    pool: list[NodeView], asked: list[PlacementRequest], changes: list[tuple[str, Any, Any]]
+) -> None:
+    index = PoolIndex(pool)
+    now = NOW
+    for what, which, detail in [("nothing", None, None), *changes]:
+        match what:
+            case "put":
+                index.put(replace(detail, node_id=which))
+            case "remove":
+                index.remove(which)
+            case "book" if isinstance(plan := index.plan(detail, now, None), Plan):
+                index.book(plan)
+            case "wait":
+                now += timedelta(minutes=15 * which)
+            case "end the pass":
+                index.forget_starts()
+            case _:
+                pass
+        for request in asked:
+            named = replace(request, start=None) if request.start is not None and request.start <= now else request
+            if isinstance(index.plan(named, now, None), NoPlan):
+                place = index.plan_earliest(named, now, HORIZON)
+                event(f"start: {place is not None}")
+                assert (place and place.window.start) == find_earliest(named, index.nodes(), now, HORIZON)
