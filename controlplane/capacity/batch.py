@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from controlplane.capacity.place import (
     EARLIEST_HORIZON,
     commitment,
-    placement_request,
     request_at,
     write_parts,
     write_placed,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from controlplane.db.placements import Commitment
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
-    from controlplane.model.requests import WindowLimits
+    from controlplane.model.requests import PlacementRequest, WindowLimits
 
 
 # Why a reservation waits that no pass has looked at yet.
@@ -104,13 +103,15 @@ def place_batch(
     limits = load_window_limits(tx, pool_id)
     reasons: dict[int, Pending] = {}
     asked: list[Reservation] = []
+    requests: list[PlacementRequest] = []
     for row in rows:
-        why = _beyond(limits, row, now) or _short(book, row, now)
+        request = request_at(row, now)
+        why = _beyond(limits, request, now) or _short(book, row, now)
         if why is None:
             asked.append(row)
+            requests.append(request)
         else:
             reasons[row.reservation_id] = Pending(why, None)
-    requests = [request_at(row, now) for row in asked]
     plans = tools.indexes.plan_all(tx, pool_id, requests, now, horizon=now + EARLIEST_HORIZON)
     on_planned()
     planned: list[Commitment] = []
@@ -135,10 +136,10 @@ def _is_new(row: Reservation) -> bool:
     return not row.pending_reason or row.pending_reason.startswith(NEW_IN_QUEUE)
 
 
-def _beyond(limits: WindowLimits, row: Reservation, now: datetime) -> str | None:
+def _beyond(limits: WindowLimits, request: PlacementRequest, now: datetime) -> str | None:
     """Why the pool no longer takes such a window: limits that were set while it waited, and may be lifted again."""
     try:
-        check_limits(limits, placement_request(row), now)
+        check_limits(limits, request, now)
     except InvalidRequest as exc:
         return str(exc)
     return None

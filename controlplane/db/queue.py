@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from controlplane.db.packed import pack
 from controlplane.model.shards import shard_of
 
 if TYPE_CHECKING:
@@ -95,8 +96,14 @@ def _enqueue(tx: Tx, keys: Sequence[tuple[Queue, str]]) -> None:
     unique = sorted(set(keys))
     if unique:
         tx.execute(
-            "select enqueue_work(%s::text[], %s::text[], %s::int2[])",
-            ([queue for queue, _ in unique], [key for _, key in unique], [shard_of(key) for _, key in unique]),
+            """
+            select enqueue_work(string_to_array(%s, ';'), string_to_array(%s, ';'), string_to_array(%s, ';')::int2[])
+            """,
+            (
+                pack(queue for queue, _ in unique),
+                pack(key for _, key in unique),
+                pack(shard_of(key) for _, key in unique),
+            ),
         )
         for queue, _ in unique:
             tx.wake("bc_work", queue)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, LiteralString, NamedTuple
 
+from controlplane.db.packed import pack
 from controlplane.db.spans import decode_spans
 from controlplane.model.instants import FOREVER
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, sort_groups
@@ -38,7 +39,7 @@ def load_node_views(
             memory that they hold are counters of the node, and stay.
     """
     params = {"pool": pool_id, "without": list(without)}
-    of = _Nodes(_OF_POOL, params) if node_ids is None else _Nodes(_NAMED, {**params, "nodes": list(node_ids)})
+    of = _Nodes(_OF_POOL, params) if node_ids is None else _Nodes(_NAMED, {**params, "nodes": pack(node_ids)})
     devices = _load_devices(tx, of)
     shared = _load_shared(tx, of)
     ledger = _load_booked(tx, of, shared)
@@ -89,7 +90,7 @@ def load_node_views(
 
 # Two statements rather than one with "or": whoever reads a few nodes of ten thousand walks indexes.
 _OF_POOL: LiteralString = "node n"
-_NAMED: LiteralString = "unnest(%(nodes)s::int4[]) as named (node_id) join node n using (node_id)"
+_NAMED: LiteralString = "unnest(string_to_array(%(nodes)s, ';')::int4[]) as named (node_id) join node n using (node_id)"
 
 
 class _Nodes(NamedTuple):

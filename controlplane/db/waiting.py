@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from controlplane.db.packed import pack
 from controlplane.db.reservations import COLUMNS, Reservation
 from controlplane.model.queueing import Waiting
 
@@ -55,11 +56,12 @@ def lock_queued(tx: Tx, pool_id: int, ids: Sequence[int]) -> list[Reservation]:
         + COLUMNS
         + """
         from reservation r
-        where r.reservation_id = any(%(ids)s) and r.pool_id = %(pool)s and r.state = 'queued'
+        where r.reservation_id = any(string_to_array(%(ids)s, ';')::int8[]) and r.pool_id = %(pool)s
+          and r.state = 'queued'
         order by r.reservation_id
         for no key update skip locked
         """,
-        {"pool": pool_id, "ids": list(ids)},
+        {"pool": pool_id, "ids": pack(ids)},
     )
 
 
