@@ -25,7 +25,6 @@ class Filed(NamedTuple):
         next_booking: the earliest start of a booking of a slot that is free now.
         scalars: vCPUs and memory that are not held, and the node's id.
         idle_from: the end of the last booking.
-        days: as `_busy_days`.
         parts: as `_free_parts`.
     """
 
@@ -33,7 +32,6 @@ class Filed(NamedTuple):
     next_booking: int
     scalars: tuple[int, int, int]
     idle_from: int
-    days: dict[int, int]
     parts: dict[str, int]
 
 
@@ -44,7 +42,6 @@ def file_node(node: NodeView) -> Filed:
         next_booking=node.next_booking(kind.free),
         scalars=(node.vcpus - node.vcpus_held, node.memory_mib - node.memory_mib_held, node.node_id),
         idle_from=max((booked.end for booked in (*node.booked, *node.scalars_booked)), default=0),
-        days=_busy_days(node),
         parts=_free_parts(node),
     )
 
@@ -59,7 +56,7 @@ def _free_parts(node: NodeView) -> dict[str, int]:
     return free
 
 
-def _busy_days(node: NodeView) -> dict[int, int]:
+def busy_days(node: NodeView) -> dict[int, int]:
     """The days (since 1970) of the node's bookings, each with how many healthy slots are not booked at all on it.
 
     Days with none left are left out: nobody finds a GPU there without looking at the hours.

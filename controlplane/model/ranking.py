@@ -28,7 +28,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from controlplane.model.earliest import FirstStarts, find_earliest
-from controlplane.model.filing import DAY, EVER_AFTER, file_node
+from controlplane.model.filing import DAY, EVER_AFTER, busy_days, file_node
 from controlplane.model.fit import fit_node, request_window
 from controlplane.model.instants import to_datetime, to_end, to_instant
 from controlplane.model.kinds import Kind, RankedKind, Shape, idle_kind, kind_of, rank_kind
@@ -72,6 +72,7 @@ REFUSAL_LIFE: Final = 5_000_000
 # Parts of a rank that say how good the GPUs are, before best fit: sets touched, complete sets broken.
 _QUALITY: Final = slice(0, 2)
 _NOBODY: Final[frozenset[int]] = frozenset()
+_NO_DAYS: Final[dict[int, int]] = {}
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -92,8 +93,11 @@ class NodeRanking:
         self._scalars: dict[int, list[tuple[int, int, int]]] = {}
         # Of healthy slots and sets: (minus the end of the last booking, node id), ascending.
         self._idle: dict[Kind, list[tuple[int, int]]] = {}
-        # Of each day (`EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending.
+        # Of each day (`EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending; and the same by
+        # node. Half of what filing a node takes, so nobody does it for a pool that nobody books ahead.
         self._busy: dict[int, list[tuple[int, int]]] = {}
+        self._days: dict[int, dict[int, int]] = {}
+        self._is_asked_for_later = False
         # Of each class of parts: (how many are not held, node id), ascending.
         self._parts: dict[str, list[tuple[int, int]]] = {}
         self._refused: dict[Hashable, tuple[int, NoPlan]] = {}
@@ -147,8 +151,8 @@ class NodeRanking:
         insort(self._now[filed.kind], (filed.next_booking, node_id))
         insort(self._scalars.setdefault(filed.kind.free.bit_count(), []), filed.scalars)
         insort(self._idle.setdefault(idle_kind(node), []), (-filed.idle_from, node_id))
-        for day, left in filed.days.items():
-            insort(self._busy.setdefault(day, []), (left, node_id))
+        if self._is_asked_for_later:
+            self._file_days(node)
         for device_class, count in filed.parts.items():
             insort(self._parts.setdefault(device_class, []), (count, node_id))
 
@@ -160,13 +164,20 @@ class NodeRanking:
         _take_out(self._now[kind], (filed.next_booking, node_id))
         _take_out(self._scalars[kind.free.bit_count()], filed.scalars)
         _take_out(self._idle[idle_kind(self._nodes[node_id])], (-filed.idle_from, node_id))
-        for day, left in filed.days.items():
+        for day, left in self._days.pop(node_id, _NO_DAYS).items():
             nodes = self._busy[day]
             _take_out(nodes, (left, node_id))
             if not nodes:
                 del self._busy[day]
         for device_class, count in filed.parts.items():
             _take_out(self._parts[device_class], (count, node_id))
+
+    def _file_days(self, node: NodeView) -> None:
+        days = busy_days(node)
+        if days:
+            self._days[node.node_id] = days
+        for day, left in days.items():
+            insort(self._busy.setdefault(day, []), (left, node.node_id))
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -392,6 +403,10 @@ class NodeRanking:
         yield from sorted(fits, key=_rank_of)
 
     def _busy_fits(self, request: PlacementRequest, asked: Asked) -> list[Fit]:
+        if not self._is_asked_for_later:
+            self._is_asked_for_later = True
+            for node_id in self._filed:
+                self._file_days(self._nodes[node_id])
         fits: dict[int, Fit] = {}
         looks = 0
         for day in (asked.start // DAY, EVER_AFTER):
