@@ -79,6 +79,7 @@ async def test_all_that_was_answered_is_there_after_kill_9_of_everything(tmp_pat
                 kept = stack.sql("select public_id, state from reservation where state in ('binding', 'active')")
                 assert {reservation["id"] for reservation in answered} <= {public_id for public_id, _ in kept}
                 assert_sound(dsn.admin)
-            assert len(answered) == KILLS * ANSWERS == 100
+            # an answer to each of the other clients may have been on the wire
+            assert KILLS * ANSWERS <= len(answered) <= KILLS * (ANSWERS + CLIENTS - 1)
             for reservation in (answered[0], answered[-1]):
                 assert (await stack.get(reservation))["parts"] == reservation["parts"]

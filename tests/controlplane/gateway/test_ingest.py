@@ -138,7 +138,8 @@ async def test_everything_that_arrives_meanwhile_is_one_transaction(rig: Rig):
             agent.say(report("k"))
             agent.say(Status(hash="h", body=b"{}"))
             agent.say(SpecApplied(incarnation=1, generation=3))
-        await eventually(lambda: rig.metric("frames_total", direction="in", lane="control", kind="report") == 6, "read")
+        for kind, frames in (("report", 6), ("status", 5), ("spec_applied", 5)):
+            await rig.counted(frames, "frames_total", direction="in", lane="control", kind=kind)
         assert reports_in(rig) == [], "nothing is acknowledged before it is committed"
         assert not any(agent.has(Ack) for agent in agents)
         db.open.set()
