@@ -18,7 +18,8 @@ know of: `load` answers NotFound for anything else.
 row of that public id, which holds nothing; after the decision ``perform`` admits it, or ``reject(tx, call, target,
 error)`` closes it. ``resume(tx, call, resource_id) -> Target`` loads the draft again when a request
 with the same idempotency key takes over one that was cut off. `perform` must be guarded by the
-draft's state. An ApiError from `perform` undoes its transaction, and `reject` follows.
+draft's public id and state; there is no draft if the database has crashed meanwhile, because its commit
+does not wait for the disk. An ApiError from `perform` undoes its transaction, and `reject` follows.
 
 Handlers raise `controlplane.errors` and may run more than once (a retried transaction): they have no
 effect but their statements. Who waits for what they write is woken after the commit (`Tx.wake`).

@@ -12,6 +12,7 @@ from datetime import UTC, timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.api import cursors, guards, resolve
+from controlplane.api.answers import RETRY_AFTER_MS
 from controlplane.api.calls import Drafted, Mutation, Outcome, Page, Read, Target
 from controlplane.api.groups.reservation_requests import new_reservation, resolve_asked
 from controlplane.api.groups.reservation_structs import (
@@ -37,7 +38,7 @@ from controlplane.capacity.quota import window_of
 from controlplane.db import reservations, waiting
 from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names
-from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut
+from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut, Unavailable
 from controlplane.iam.port import Resource
 from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
@@ -123,7 +124,11 @@ def _resume(tx: Tx, _: Call, resource_id: str) -> Target[Reservation]:
 
 def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) -> Outcome[ReservationView]:
     row = waiting.lock_with_queue(tx, target.row.reservation_id)
-    assert row is not None, "reservations are never deleted"
+    if row is None or row.public_id != target.row.public_id:
+        # the draft's commit did not wait for the disk, and its number may be another's by now
+        raise Unavailable(
+            "the database has crashed and lost the request; nothing was done, ask again", retry_after_ms=RETRY_AFTER_MS
+        )
     if row.state == "draft":
         ahead = _count_ahead(row)
         if ahead and not given.queue:
@@ -179,7 +184,7 @@ def _queue(tx: Tx, row: Reservation, reason: str) -> None:
 
 def _reject(tx: Tx, _: Call, target: Target[Reservation], error: ApiError) -> None:
     row = reservations.lock_reservation(tx, target.row.reservation_id)
-    if row is None or row.state != "draft":
+    if row is None or row.public_id != target.row.public_id or row.state != "draft":
         return
     state = "rejected" if isinstance(error, Denied) else "failed"
     ending.cancel(tx, row, row.read_at, state=state, cause=None, detail=f"{error.code}: {error.message}")

@@ -17,6 +17,7 @@ from controlplane.db.tx import DatabaseUnavailable, UnknownCommit
 from controlplane.errors import ApiError, SoldOut, Unavailable
 from controlplane.iam.port import Decision, IamUnavailable, Resource
 from tests.support.api import open_api
+from tests.support.ledgers import insert_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from controlplane.db.tx import Tx
     from controlplane.iam.catalog import Action
     from controlplane.iam.port import Iam, Principal, Scope
-    from tests.support.api import Api
+    from tests.support.api import Api, Reply
     from tests.support.postgres import Dsn
 
 
@@ -290,6 +291,42 @@ async def test_a_key_that_nobody_finishes_is_reaped(dsn: Dsn, wishes: Wishes) ->
         _grow_old(dsn, 10 * idempotency.REAP_AFTER_S)
         assert await api.context.db.run_tx(lambda tx: idempotency.reap(tx, limit=10)) == 0, "it has an outcome"
         assert (await _wish(api)).body["duplicate"]
+
+
+@pytest.mark.parametrize("number", ["is free", "is another's"])
+async def test_a_draft_that_a_crash_took_back_is_asked_for_again(dsn: Dsn, number: str) -> None:
+    held: list[HeldIam] = []
+
+    def hold(inner: Iam) -> Iam:
+        held.append(HeldIam(inner, trio.Event(), trio.Event()))
+        held[0].go_on.set()
+        return held[0]
+
+    asked = {"pool": "h100", "gpus": 1, "duration_s": 3600, "idempotency_key": "k"}
+    async with open_api(dsn, wrap_iam=hold) as api:
+        await api.ok("sites/create", slug="berlin")
+        await api.ok("pools/create", site="berlin", slug="h100", gpu_model="H100")
+        with psycopg.connect(dsn.admin, autocommit=True) as conn:
+            insert_node(conn, 1, 0, 8)
+            held[0].deciding, held[0].go_on = trio.Event(), trio.Event()
+            replies: list[Reply] = []
+
+            async def ask() -> None:
+                replies.append(await api.call("reservations/create", **asked))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await held[0].deciding.wait()
+                conn.execute("delete from idempotency")
+                if number == "is free":
+                    conn.execute("delete from reservation")
+                else:
+                    conn.execute("update reservation set public_id = 'rsv_other'")
+                held[0].go_on.set()
+            others = conn.execute("select state from reservation").fetchall()
+        assert [reply.code for reply in replies] == ["UNAVAILABLE"]
+        assert others == ([] if number == "is free" else [("draft",)])
+        assert (await api.ok("reservations/create", **asked))["state"] == "binding"
 
 
 @dataclass
