@@ -191,10 +191,18 @@ class PoolIndexes:
     def look(
         self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, horizon: datetime | None
     ) -> Plan | NoPlan:
-        """Plan a request that nobody is going to book."""
+        """Plan a request without counting it as booked."""
         pool = self._pool(pool_id)
         with pool.lock:
             return self._up_to_now(tx, pool_id, pool, now).plan(request, now, horizon)
+
+    def find(
+        self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, near: Collection[int]
+    ) -> Plan | None:
+        """As `look`, without a word on why there is no plan; on the nodes in `near` if they have room."""
+        pool = self._pool(pool_id)
+        with pool.lock:
+            return self._up_to_now(tx, pool_id, pool, now).find(request, now, near=near)
 
     def doubt(self, pool_id: int, node_ids: Iterable[int]) -> None:
         """Have these nodes read again before the next plan: what the index has of them may be wrong."""

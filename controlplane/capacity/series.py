@@ -11,26 +11,30 @@ Only windows that are still to begin are placed, so nothing is held here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from controlplane.capacity.batch import commit_all
 from controlplane.capacity.place import Contended, commitment
 from controlplane.capacity.quota import open_quotas
 from controlplane.db import reservations
-from controlplane.model.planner import NoPlan, Plan, plan_placement
+from controlplane.model.planner import NoPlan, Plan
 from controlplane.model.requests import InvalidRequest, check_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from datetime import datetime
 
+    from controlplane.capacity.indexes import PoolIndexes
     from controlplane.capacity.place import LedgerTools
     from controlplane.db.placements import Commitment
     from controlplane.db.reservations import NewReservation, Reservation
     from controlplane.db.tx import Tx
-    from controlplane.model.nodeview import NodeView
     from controlplane.model.recurrence import Occurrence
     from controlplane.model.requests import PlacementRequest, WindowLimits
+
+
+# Windows without room for which it is said what is short: each is one more look at every node.
+EXPLAINED_MAX: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,39 +46,38 @@ class Refused:
 
 
 def plan_windows(
+    tx: Tx,
+    indexes: PoolIndexes,
+    pool_id: int,
     request: PlacementRequest,
     occurrences: Sequence[Occurrence],
-    nodes: Sequence[NodeView],
+    *,
     limits: WindowLimits,
     now: datetime,
 ) -> list[Plan | Refused]:
     """A plan for each window, or why there is none; nothing is locked or written."""
     plans: list[Plan | Refused] = []
-    near: Sequence[NodeView] = ()
-    by_id = {node.node_id: node for node in nodes}
+    near: Collection[int] = ()
+    full = 0
     for occurrence in occurrences:
         asked = replace(request, start=occurrence.start, duration=occurrence.end - occurrence.start)
-        plan = _plan_one(asked, near, nodes, limits, now)
-        plans.append(plan)
-        if isinstance(plan, Plan):
-            near = [by_id[part.node_id] for part in plan.parts]
+        try:
+            check_limits(limits, asked, now)
+        except InvalidRequest as exc:
+            plans.append(Refused(str(exc)))
+            continue
+        plan = indexes.find(tx, pool_id, asked, now, near=near)
+        if plan is not None:
+            near = [part.node_id for part in plan.parts]
+            plans.append(plan)
+            continue
+        full += 1
+        plans.append(_why(tx, indexes, pool_id, asked, now) if full <= EXPLAINED_MAX else Refused("no room"))
     return plans
 
 
-def _plan_one(
-    asked: PlacementRequest,
-    near: Sequence[NodeView],
-    nodes: Sequence[NodeView],
-    limits: WindowLimits,
-    now: datetime,
-) -> Plan | Refused:
-    try:
-        check_limits(limits, asked, now)
-    except InvalidRequest as exc:
-        return Refused(str(exc))
-    plan = plan_placement(asked, near, now, None) if near else None
-    if plan is None or isinstance(plan, NoPlan):
-        plan = plan_placement(asked, nodes, now, None)
+def _why(tx: Tx, indexes: PoolIndexes, pool_id: int, asked: PlacementRequest, now: datetime) -> Plan | Refused:
+    plan = indexes.look(tx, pool_id, asked, now, horizon=None)
     return Refused(plan.detail) if isinstance(plan, NoPlan) else plan
 
 

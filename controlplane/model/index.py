@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from controlplane.model.labels import LabelIndex, selects
+from controlplane.model.planner import Plan, plan_placement
 from controlplane.model.ranking import NodeRanking
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from controlplane.model.fit import Fit
     from controlplane.model.labels import Selector
     from controlplane.model.nodeview import NodeView
-    from controlplane.model.planner import NoPlan, Plan
+    from controlplane.model.planner import NoPlan
     from controlplane.model.refusals import Impossible
     from controlplane.model.requests import PlacementRequest
 
@@ -120,6 +121,14 @@ class PoolIndex:
         """
         return self._ranking(request.selector).plan(request, now, horizon, without=without, busy=busy)
 
+    def find(self, request: PlacementRequest, now: datetime, *, near: Collection[int] = _NOBODY) -> Plan | None:
+        """As `plan`, without a word on why there is none; on the nodes in `near` if they have room."""
+        if near:
+            plan = plan_placement(request, self._all.pick(near), now, None)
+            if isinstance(plan, Plan):
+                return plan
+        return self._ranking(request.selector).find(request, now)
+
     def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
         """The plan for the earliest known start of a request that `plan` refuses; None if there is none."""
         return self._ranking(request.selector).plan_earliest(request, now, horizon)
@@ -154,4 +163,4 @@ class PoolIndex:
         ):
             gone = self._selected.pop(next(iter(self._selected)))
             nodes -= 0 if gone is self._all else len(gone)
-        return self._all if everybody else NodeRanking(self._all.get(node_id) for node_id in node_ids)
+        return self._all if everybody else NodeRanking(self._all.pick(node_ids))

@@ -194,18 +194,30 @@ class NodeRanking:
         asked = request_window(request, now)
         if self._refused and not without and (refused := self._recall(request, asked, horizon)) is not None:
             return refused
-        candidates = self._candidates(request, asked, without)
-        best = list(islice(candidates, request.nodes))
-        if len(best) == request.nodes:
-            if busy and request.nodes == 1 and best[0].node.node_id in busy:
-                best = [self._away_from(busy, best[0], islice(candidates, BUSY_TRIES_MAX))]
-            return plan_parts(request, best, asked)
+        plan = self._find(request, asked, without, busy)
+        if plan is not None:
+            return plan
         if without:
             nodes = [node for node in self.nodes() if node.node_id not in without]
             return plan_nothing(request, nodes, now, horizon, nodes)
         refused = plan_nothing(request, self.nodes(), now, horizon, self._telling(request, asked))
         _remember(self._refused, _refusal_key(request, asked, horizon), (asked.start, refused))
         return refused
+
+    def find(self, request: PlacementRequest, now: datetime) -> Plan | None:
+        """As `plan`, without a word on why there is none."""
+        return self._find(request, request_window(request, now), _NOBODY, _NOBODY)
+
+    def _find(
+        self, request: PlacementRequest, asked: Asked, without: Collection[int], busy: Collection[int]
+    ) -> Plan | None:
+        candidates = self._candidates(request, asked, without)
+        best = list(islice(candidates, request.nodes))
+        if len(best) < request.nodes:
+            return None
+        if busy and request.nodes == 1 and best[0].node.node_id in busy:
+            best = [self._away_from(busy, best[0], islice(candidates, BUSY_TRIES_MAX))]
+        return plan_parts(request, best, asked)
 
     def _away_from(self, busy: Collection[int], best: Fit, others: Iterable[Fit]) -> Fit:
         """A node that is not busy, and as good but for best fit, or one of so many that it is no loss."""
@@ -272,8 +284,9 @@ class NodeRanking:
             _remember(self._possible, shape, why_impossible(shape, self.nodes()))
         return self._possible[shape]
 
-    def get(self, node_id: int) -> NodeView:
-        return self._nodes[node_id]
+    def pick(self, node_ids: Iterable[int]) -> list[NodeView]:
+        """Those of these nodes that are known."""
+        return [node for node_id in node_ids if (node := self._nodes.get(node_id)) is not None]
 
     def nodes(self) -> Sequence[NodeView]:
         """Every node, placeable or not."""

@@ -130,8 +130,7 @@ def _plan(
     impossible = indexes.why_impossible(tx, pool_id, resolved.request, now)
     if impossible is not None:
         raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
-    nodes = indexes.nodes(tx, pool_id, now)
-    return plan_windows(resolved.request, occurrences, nodes, resolved.found.limits, now)
+    return plan_windows(tx, indexes, pool_id, resolved.request, occurrences, limits=resolved.found.limits, now=now)
 
 
 def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> Outcome[Series]:

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from controlplane.api.zones import UnknownZone, load_zone, zone_names
+from controlplane.capacity.series import EXPLAINED_MAX
 from controlplane.model.recurrence import OCCURRENCES_MAX
 from tests.support.api import open_api
 from tests.support.ledgers import FROZEN_TIME, OVERLAPPING_BOOKINGS, WRONG_QUOTAS, insert_node
@@ -206,6 +207,16 @@ async def test_two_series_at_once_for_the_same_gpus(dsn: Dsn) -> None:
                 nursery.start_soon(create)
         assert sorted(codes) == ["OK", "OK", "SOLD_OUT", "SOLD_OUT", "SOLD_OUT"]
         assert look(dsn, "select count(*) from booking") == [(10,)]
+        assert_sound(dsn)
+
+
+async def test_of_many_windows_without_room_the_first_say_what_is_short(dsn: Dsn) -> None:
+    async with open_pool(dsn) as api:
+        await api.ok("reservations/create", pool="h100", gpus=8, duration_s=30 * DAY)
+        made = await api.ok("series/create", **office(count=40), all_or_nothing=False)
+        why = [window["refused"] for window in made["windows"]]
+        assert why[:EXPLAINED_MAX] == ["needs 4 GPUs on one node; most free on one node: 0"] * EXPLAINED_MAX
+        assert why[EXPLAINED_MAX:] == ["no room"] * 10 + [""] * 10
         assert_sound(dsn)
 
 
