@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
@@ -203,6 +204,15 @@ class PoolIndexes:
         pool = self._pool(pool_id)
         with pool.lock:
             return self._up_to_now(tx, pool_id, pool, now).find(request, now, near=near)
+
+    def count_fits(
+        self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, without: Collection[int]
+    ) -> int:
+        """How many of the parts of a request fit on nodes that are not in `without`."""
+        pool = self._pool(pool_id)
+        with pool.lock:
+            fits = self._up_to_now(tx, pool_id, pool, now).candidates(request, now, without=without)
+            return sum(1 for _ in islice(fits, request.nodes))
 
     def doubt(self, pool_id: int, node_ids: Iterable[int]) -> None:
         """Have these nodes read again before the next plan: what the index has of them may be wrong."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
+    from controlplane.capacity.indexes import PoolIndexes
     from controlplane.capacity.place import LedgerTools
     from controlplane.capacity.quota import QuotaBook
     from controlplane.db.reservations import Reservation
@@ -72,7 +73,14 @@ def preempt_for(tx: Tx, tools: LedgerTools, reservation_id: int) -> Sequence[int
     tally = book.tally.copy()
     for row in left:
         tally.give_back(ask_of(row))
-    devices = _Devices(tx, owner, [*borrowers, *left], {row.reservation_id for row in left}, now)
+    devices = _Devices(
+        tx,
+        tools.indexes,
+        owner,
+        others=[*borrowers, *left],
+        leaving={row.reservation_id for row in left},
+        now=now,
+    )
     victims = choose_victims(
         tally,
         ask_of(owner),
@@ -134,9 +142,18 @@ class _Devices:
     """Whether the pool has the devices for an owner once some reservations are gone; read when first asked."""
 
     def __init__(
-        self, tx: Tx, owner: Reservation, others: Sequence[Reservation], leaving: set[int], now: datetime
+        self,
+        tx: Tx,
+        indexes: PoolIndexes,
+        owner: Reservation,
+        *,
+        others: Sequence[Reservation],
+        leaving: set[int],
+        now: datetime,
     ) -> None:
         self._tx = tx
+        self._indexes = indexes
+        self._now = now
         self._owner = owner
         self._others = {row.reservation_id for row in others}
         self._leaving = leaving
@@ -179,5 +196,6 @@ class _Devices:
     @cached_property
     def _unaffected(self) -> int:
         """How many of the owner's parts fit on nodes that none of the others is on."""
-        nodes = views.load_node_views(self._tx, self._owner.pool_id)
-        return sum(self._fits(view) for view in nodes if view.node_id not in self._footprints)
+        return self._indexes.count_fits(
+            self._tx, self._owner.pool_id, self._request, self._now, without=self._footprints.keys()
+        )

@@ -71,6 +71,8 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         batches = await _place_all(db, tools, pool_id, fence, max_batch=max_batch, say_all=say_all)
         waiting, lost = sum(batch.waiting for batch in batches), sum(batch.lost for batch in batches)
         if waiting:
+            # an owner's own place would be in its way
+            tools.indexes.end_pass(pool_id)
             for owner in await db.run_tx(load_waiting_owners, pool_id, limit=OWNERS_PER_PASS):
                 await db.run_tx(preempt_for, tools, owner)
         looked_at = sum(batch.claimed for batch in batches)
