@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import replace
 from heapq import merge
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from controlplane.model.earliest import FirstStarts, find_earliest
@@ -211,12 +211,13 @@ class NodeRanking:
     def _find(
         self, request: PlacementRequest, asked: Asked, without: Collection[int], busy: Collection[int]
     ) -> Plan | None:
-        candidates = self._candidates(request, asked, without)
-        best = list(islice(candidates, request.nodes))
+        seen = set(without)
+        likely = self._likely(request, asked, seen, spare=min(len(busy), BUSY_TRIES_MAX))
+        best = list(islice(chain(likely, self._others(request, asked, seen)), request.nodes))
         if len(best) < request.nodes:
             return None
         if busy and request.nodes == 1 and best[0].node.node_id in busy:
-            best = [self._away_from(busy, best[0], islice(candidates, BUSY_TRIES_MAX))]
+            best = [self._away_from(busy, best[0], islice(likely, BUSY_TRIES_MAX))]
         return plan_parts(request, best, asked)
 
     def _away_from(self, busy: Collection[int], best: Fit, others: Iterable[Fit]) -> Fit:
@@ -300,13 +301,19 @@ class NodeRanking:
 
     def _candidates(self, request: PlacementRequest, asked: Asked, without: Collection[int]) -> Iterator[Fit]:
         seen = set(without)
-        likely = self._likely_now if asked.starts_now else self._likely_later
-        if request.parts:
-            likely = self._by_parts
-        for fit in likely(request, asked):
+        yield from self._likely(request, asked, seen)
+        yield from self._others(request, asked, seen)
+
+    def _likely(self, request: PlacementRequest, asked: Asked, seen: set[int], *, spare: int = 0) -> Iterator[Fit]:
+        """What a look at a few nodes finds that was not `seen`: at best `spare` more than are asked for."""
+        fits = self._likely_now(request, asked) if asked.starts_now else self._likely_later(request, asked, spare)
+        for fit in self._by_parts(request, asked) if request.parts else fits:
             if fit.node.node_id not in seen:
                 seen.add(fit.node.node_id)
                 yield fit
+
+    def _others(self, request: PlacementRequest, asked: Asked, seen: Collection[int]) -> Iterator[Fit]:
+        """All that are left, best first."""
         fits = (fit_node(request, self._nodes[id_], asked) for id_ in self._able(request, asked) if id_ not in seen)
         yield from sorted((fit for fit in fits if fit is not None), key=_rank_of)
 
@@ -393,25 +400,26 @@ class NodeRanking:
             if fit is not None:
                 yield fit
 
-    def _likely_later(self, request: PlacementRequest, asked: Asked) -> Iterator[Fit]:
+    def _likely_later(self, request: PlacementRequest, asked: Asked, spare: int) -> Iterator[Fit]:
         if not request.gpus_per_node:
             yield from sorted(islice(self._by_scalars(request, asked), BUSY_FITS_MAX + request.nodes), key=_rank_of)
             return
         fits = [] if request.whole_node else self._busy_fits(request, asked)
+        enough = request.nodes + spare
         for ranked in self._rank(request, idle=True):
             nodes = self._idle.get(ranked.kind)
             if not nodes:
                 continue
             first = bisect_left(nodes, (-asked.start, -1))
             found = 0
-            for _, node_id in nodes[first : first + TRIES_PER_KIND + request.nodes]:
+            for _, node_id in nodes[first : first + TRIES_PER_KIND + enough]:
                 fit = fit_node(request, self._nodes[node_id], asked)
                 if fit is not None:
                     fits.append(fit)
                     found += 1
-                if found == request.nodes:
+                if found == enough:
                     break
-            if found == request.nodes:
+            if found == enough:
                 break
         yield from sorted(fits, key=_rank_of)
 

@@ -203,3 +203,17 @@ def test_a_node_that_somebody_places_on_is_left_alone_if_that_costs_nothing(inde
     free = index.plan(make_request(1), NOW, None)
     assert isinstance(free, Plan)
     assert free.parts[0].node_id == 1
+
+
+def test_who_leaves_busy_nodes_alone_looks_at_a_few_others() -> None:
+    index = PoolIndex(make_node(i) for i in range(2_000))
+    # each is idle by the time that the next one asks for, since later than all others
+    asked = [make_request(1, start=24 + 48 * turn) for turn in range(9)]
+    busy: set[int] = set()
+    for request in asked[:-1]:
+        made = index.plan(request, NOW, None, busy=busy)
+        assert isinstance(made, Plan)
+        index.book(made)
+        busy.add(made.parts[0].node_id)
+    assert len(busy) == 8, "each has a node of its own"
+    assert count_calls(lambda: index.plan(asked[-1], NOW, None, busy=busy)) < 500
