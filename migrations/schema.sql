@@ -69,8 +69,10 @@ CREATE FUNCTION public.charged_gpus(p_nodes smallint, p_gpus_per_node smallint, 
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     AS $$
   select p_nodes::int8 * p_gpus_per_node
-       + (p_nodes * coalesce(sum(split_part(part, '=', 2)::int8 * 48
-                                 / split_part(split_part(part, '=', 1), '/', 2)::int8), 0)::int8 + 47) / 48
+       + (p_nodes * coalesce(sum(split_part(part, '=', 2)::int8
+                                 * case when part like 'mig.%' then split_part(split_part(part, '=', 1), '/', 2)::int8
+                                        else 48 / split_part(split_part(part, '=', 1), '/', 2)::int8 end), 0)::int8
+          + 47) / 48
   from unnest(p_parts) part
 $$;
 
@@ -164,8 +166,8 @@ begin
     select array_agg(distinct at.node_id) into nodes
     from old_rows o join new_rows n using (device_id)
     cross join lateral (values (o.node_id), (n.node_id)) as at (node_id)
-    where (o.node_id, o.slot, o.health, o.nvlink_group, o.retired_at, o.time_slots)
-          is distinct from (n.node_id, n.slot, n.health, n.nvlink_group, n.retired_at, n.time_slots);
+    where (o.node_id, o.slot, o.health, o.nvlink_group, o.retired_at, o.time_slots, o.mig)
+          is distinct from (n.node_id, n.slot, n.health, n.nvlink_group, n.retired_at, n.time_slots, n.mig);
   end if;
   if nodes is not null then
     perform from node where node_id = any(nodes) order by node_id for no key update;
@@ -187,6 +189,22 @@ CREATE FUNCTION public.enqueue_work(p_queues text[], p_keys text[], p_shards sma
   on conflict (queue, key) do update
     set generation = w.generation + 1, due_at = least(w.due_at, compute_now()), attempts = 0
 $$;
+
+-- function mig_instance_changed()
+
+CREATE FUNCTION public.mig_instance_changed() RETURNS trigger
+    LANGUAGE plpgsql
+    AS $$
+declare
+  nodes int4[];
+begin
+  select array_agg(distinct node_id) into nodes from changed;
+  if nodes is not null then
+    perform from node where node_id = any(nodes) order by node_id for no key update;
+    update node set placement_gen = placement_gen + 1 where node_id = any(nodes);
+  end if;
+  return null;
+end $$;
 
 -- function node_bump_placement_gen()
 
@@ -217,17 +235,17 @@ begin
   -- in READ COMMITTED the next statement sees all that was committed before these locks were granted
   perform from node_capacity where node_id = any(p_node_ids) order by node_id for no key update;
   update node_capacity c
-  set gpu_total = n.total, gpu_healthy = n.healthy, gpu_held_unfit = c.gpu_held - n.touched,
-      gpu_recount = n.healthy < n.total or n.odd or n.shared
+  set gpu_total = n.total, gpu_healthy = n.healthy, gpu_parted = n.parted,
+      gpu_held_unfit = c.gpu_held - n.healthy + n.free, gpu_recount = n.healthy < n.total or n.odd
   from (
-    select u.node_id, d.total, d.healthy, d.touched, d.shared, h.odd
+    select u.node_id, d.total, d.healthy, d.parted, d.free, h.odd
     from (select distinct unnest(p_node_ids) as node_id) u
     cross join lateral (
       select count(*) as total, count(*) filter (where g.healthy) as healthy,
-             count(*) filter (where g.healthy and g.touched) as touched,
-             coalesce(bool_or(g.time_slots > 1), false) as shared
+             count(*) filter (where g.healthy and g.parted) as parted,
+             count(*) filter (where g.healthy and not g.parted and not g.touched) as free
       from (
-        select d.health = 'healthy' as healthy, d.time_slots,
+        select d.health = 'healthy' as healthy, d.time_slots > 1 or d.mig as parted,
                exists (select from allocation a
                        where a.node_id = d.node_id and a.released_at is null
                          and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48)) as touched
@@ -235,16 +253,17 @@ begin
       ) g
     ) d
     cross join lateral (
-      select coalesce(bool_or(cardinality(a.device_uuids) <> (
+      select coalesce(bool_or(a.gpus <> (
                select count(*) from device d
                where d.node_id = a.node_id and d.retired_at is null and d.health = 'healthy'
+                 and d.time_slots = 1 and not d.mig
                  and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48))), false) as odd
       from allocation a where a.node_id = u.node_id and a.released_at is null
     ) h
   ) n
   where c.node_id = n.node_id
-    and (c.gpu_total, c.gpu_healthy, c.gpu_held_unfit, c.gpu_recount)
-        is distinct from (n.total, n.healthy, c.gpu_held - n.touched, n.healthy < n.total or n.odd or n.shared);
+    and (c.gpu_total, c.gpu_healthy, c.gpu_parted, c.gpu_held_unfit, c.gpu_recount)
+        is distinct from (n.total, n.healthy, n.parted, c.gpu_held - n.healthy + n.free, n.healthy < n.total or n.odd);
 end $$;
 
 -- function node_spec_forward_only()
@@ -483,11 +502,13 @@ CREATE TABLE public.allocation (
     release_envelope bytea,
     forced_by text,
     processes_left integer[] DEFAULT '{}'::integer[] NOT NULL,
+    gpus smallint DEFAULT 0 NOT NULL,
     CONSTRAINT allocation_check CHECK (((released_at IS NULL) = (release_evidence IS NULL))),
     CONSTRAINT allocation_check1 CHECK (((state = 'released'::text) = (released_at IS NOT NULL))),
     CONSTRAINT allocation_check2 CHECK (((state <> 'bound'::text) OR (bound_envelope IS NOT NULL))),
     CONSTRAINT allocation_check3 CHECK (((release_evidence IS DISTINCT FROM 'signed'::text) OR (release_envelope IS NOT NULL))),
     CONSTRAINT allocation_check4 CHECK (((release_evidence IS DISTINCT FROM 'forced'::text) OR (forced_by IS NOT NULL))),
+    CONSTRAINT allocation_gpus_check CHECK ((gpus >= 0)),
     CONSTRAINT allocation_memory_mib_check CHECK ((memory_mib >= 0)),
     CONSTRAINT allocation_release_evidence_check CHECK ((release_evidence = ANY (ARRAY['signed'::text, 'forced'::text]))),
     CONSTRAINT allocation_state_check CHECK ((state = ANY (ARRAY['binding'::text, 'bound'::text, 'releasing'::text, 'released'::text]))),
@@ -725,6 +746,7 @@ CREATE TABLE public.device (
     created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
     retired_at timestamp with time zone,
     time_slots smallint DEFAULT 1 NOT NULL,
+    mig boolean DEFAULT false NOT NULL,
     CONSTRAINT device_health_check CHECK ((health = ANY (ARRAY['healthy'::text, 'suspect'::text, 'unhealthy'::text, 'missing'::text]))),
     CONSTRAINT device_slot_check CHECK (((slot >= 0) AND (slot <= 63))),
     CONSTRAINT device_time_slots_check CHECK ((((time_slots >= 1) AND (time_slots <= 48)) AND ((48 % (time_slots)::integer) = 0)))
@@ -889,6 +911,39 @@ ALTER TABLE public.maintenance ALTER COLUMN maintenance_id ADD GENERATED ALWAYS 
     CACHE 1
 );
 
+-- table mig_instance
+
+CREATE TABLE public.mig_instance (
+    mig_instance_id integer NOT NULL,
+    device_id integer NOT NULL,
+    node_id integer NOT NULL,
+    uuid text NOT NULL,
+    gpu_instance integer NOT NULL,
+    compute_instance integer NOT NULL,
+    profile text NOT NULL,
+    start_slice integer,
+    slices integer,
+    span int4range,
+    why_not text DEFAULT ''::text NOT NULL,
+    memory_mib integer DEFAULT 0 NOT NULL,
+    created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
+    retired_at timestamp with time zone,
+    CONSTRAINT mig_instance_check CHECK (((span IS NULL) = (why_not <> ''::text))),
+    CONSTRAINT mig_instance_check1 CHECK (((span IS NULL) OR ((start_slice IS NOT NULL) AND (slices IS NOT NULL) AND (profile <> ''::text)))),
+    CONSTRAINT mig_instance_span_check CHECK (((NOT isempty(span)) AND (NOT lower_inf(span)) AND (NOT upper_inf(span))))
+);
+
+-- sequence mig_instance_mig_instance_id_seq
+
+ALTER TABLE public.mig_instance ALTER COLUMN mig_instance_id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME public.mig_instance_mig_instance_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
+);
+
 -- table node
 
 CREATE TABLE public.node (
@@ -947,8 +1002,10 @@ CREATE TABLE public.node_capacity (
     gpu_held_unfit smallint DEFAULT 0 NOT NULL,
     gpu_recount boolean DEFAULT false NOT NULL,
     gpu_free smallint GENERATED ALWAYS AS (((gpu_healthy - gpu_held) + gpu_held_unfit)) STORED NOT NULL,
+    gpu_parted smallint DEFAULT 0 NOT NULL,
     CONSTRAINT node_capacity_gpu_healthy_check CHECK ((gpu_healthy >= 0)),
     CONSTRAINT node_capacity_gpu_held_check CHECK ((gpu_held >= 0)),
+    CONSTRAINT node_capacity_gpu_parted_check CHECK ((gpu_parted >= 0)),
     CONSTRAINT node_capacity_gpu_total_check CHECK ((gpu_total >= 0)),
     CONSTRAINT node_capacity_memory_mib_held_check CHECK ((memory_mib_held >= 0)),
     CONSTRAINT node_capacity_memory_mib_total_check CHECK ((memory_mib_total >= 0)),
@@ -1678,6 +1735,16 @@ ALTER TABLE ONLY public.maintenance
 ALTER TABLE ONLY public.maintenance
     ADD CONSTRAINT maintenance_public_id_key UNIQUE (public_id);
 
+-- constraint mig_instance mig_instance_no_overlap
+
+ALTER TABLE ONLY public.mig_instance
+    ADD CONSTRAINT mig_instance_no_overlap EXCLUDE USING gist (node_id WITH =, span WITH &&) WHERE (((retired_at IS NULL) AND (span IS NOT NULL)));
+
+-- constraint mig_instance mig_instance_pkey
+
+ALTER TABLE ONLY public.mig_instance
+    ADD CONSTRAINT mig_instance_pkey PRIMARY KEY (mig_instance_id);
+
 -- constraint node_authorization node_authorization_pkey
 
 ALTER TABLE ONLY public.node_authorization
@@ -1952,9 +2019,9 @@ CREATE INDEX command_deadline ON public.command USING btree (deadline) WHERE (fi
 
 CREATE INDEX command_open ON public.command USING btree (node_id, command_id) WHERE (finished_at IS NULL);
 
--- index device_shared
+-- index device_parted
 
-CREATE INDEX device_shared ON public.device USING btree (node_id) WHERE ((time_slots > 1) AND (retired_at IS NULL));
+CREATE INDEX device_parted ON public.device USING btree (node_id) WHERE (((time_slots > 1) OR mig) AND (retired_at IS NULL));
 
 -- index device_slot_live
 
@@ -1983,6 +2050,14 @@ CREATE INDEX join_replay_expiry ON public.join_replay USING btree (expires_at);
 -- index maintenance_node
 
 CREATE INDEX maintenance_node ON public.maintenance USING btree (node_id, maintenance_id) WHERE (ended_at IS NULL);
+
+-- index mig_instance_device
+
+CREATE INDEX mig_instance_device ON public.mig_instance USING btree (device_id) WHERE (retired_at IS NULL);
+
+-- index mig_instance_live
+
+CREATE UNIQUE INDEX mig_instance_live ON public.mig_instance USING btree (node_id, uuid) WHERE (retired_at IS NULL);
 
 -- index node_name
 
@@ -2116,6 +2191,14 @@ CREATE TRIGGER device_changed_insert AFTER INSERT ON public.device REFERENCING N
 
 CREATE TRIGGER device_changed_update AFTER UPDATE ON public.device REFERENCING OLD TABLE AS old_rows NEW TABLE AS new_rows FOR EACH STATEMENT EXECUTE FUNCTION public.device_changed();
 
+-- trigger mig_instance mig_instance_changed_insert
+
+CREATE TRIGGER mig_instance_changed_insert AFTER INSERT ON public.mig_instance REFERENCING NEW TABLE AS changed FOR EACH STATEMENT EXECUTE FUNCTION public.mig_instance_changed();
+
+-- trigger mig_instance mig_instance_changed_update
+
+CREATE TRIGGER mig_instance_changed_update AFTER UPDATE ON public.mig_instance REFERENCING NEW TABLE AS changed FOR EACH STATEMENT EXECUTE FUNCTION public.mig_instance_changed();
+
 -- trigger node_capacity node_capacity_note_new
 
 CREATE TRIGGER node_capacity_note_new AFTER INSERT ON public.node_capacity FOR EACH ROW EXECUTE FUNCTION public.placement_note_node();
@@ -2126,7 +2209,7 @@ CREATE TRIGGER node_capacity_note_total AFTER UPDATE ON public.node_capacity FOR
 
 -- trigger node_capacity node_capacity_recount
 
-CREATE TRIGGER node_capacity_recount AFTER UPDATE ON public.node_capacity FOR EACH ROW WHEN ((new.gpu_recount AND (old.gpu_held <> new.gpu_held))) EXECUTE FUNCTION public.node_capacity_recount();
+CREATE TRIGGER node_capacity_recount AFTER UPDATE ON public.node_capacity FOR EACH ROW WHEN (new.gpu_recount) EXECUTE FUNCTION public.node_capacity_recount();
 
 -- trigger node node_note_left
 
@@ -2247,6 +2330,16 @@ ALTER TABLE ONLY public.join_token
 
 ALTER TABLE ONLY public.maintenance
     ADD CONSTRAINT maintenance_node_id_fkey FOREIGN KEY (node_id) REFERENCES public.node(node_id);
+
+-- fk constraint mig_instance mig_instance_device_id_fkey
+
+ALTER TABLE ONLY public.mig_instance
+    ADD CONSTRAINT mig_instance_device_id_fkey FOREIGN KEY (device_id) REFERENCES public.device(device_id);
+
+-- fk constraint mig_instance mig_instance_node_id_fkey
+
+ALTER TABLE ONLY public.mig_instance
+    ADD CONSTRAINT mig_instance_node_id_fkey FOREIGN KEY (node_id) REFERENCES public.node(node_id);
 
 -- fk constraint node_authorization node_authorization_node_id_fkey
 
@@ -2521,6 +2614,11 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.lease TO bc_gateway;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.maintenance TO bc_api;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.maintenance TO bc_worker;
+
+-- acl TABLE mig_instance
+
+GRANT SELECT,INSERT,UPDATE ON TABLE public.mig_instance TO bc_api;
+GRANT SELECT,INSERT,UPDATE ON TABLE public.mig_instance TO bc_worker;
 
 -- acl TABLE node
 

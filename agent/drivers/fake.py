@@ -14,6 +14,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import trio
 
 from agent.drivers.base import Bound, DeviceUnavailable
@@ -26,6 +27,7 @@ from shared.inventory import (
     HealthFacts,
     HostFacts,
     Inventory,
+    MigInstance,
     NvLink,
 )
 
@@ -43,6 +45,7 @@ NAMESPACE = uuid.UUID("6f2d1c64-7a3e-5b0e-9d4c-62636673696d")
 DRIVER_VERSION = "550.163.01"
 H100_MODEL = "NVIDIA H100 80GB HBM3"
 H100_MEMORY_MIB = 81559
+H100_SLICES = 8
 H100_BUSES = ("19", "3b", "4c", "5d", "9b", "bb", "cb", "db")
 # An HGX board: 18 links of each GPU, spread over four NVSwitches, join all GPUs with one another.
 H100_SWITCH_LANES = (("0000:83:00.0", 5), ("0000:84:00.0", 5), ("0000:85:00.0", 4), ("0000:86:00.0", 4))
@@ -105,6 +108,35 @@ class FakeDevices:
         self._gpus[slot] = self._make_gpu(slot)
         return self._gpus[slot]
 
+    def set_mig(self, slot: int, layout: Sequence[tuple[str, int, int]] | None) -> GpuFacts:
+        """Put a GPU into MIG mode with an instance for each (profile, first memory slice, slices), or out of it.
+
+        As with a real driver, an instance's UUID is made from its GPU and its number, so it can come again elsewhere.
+        """
+        whole = self._make_gpu(slot)
+        uuid = self._gpus[slot].uuid
+        instances = [
+            MigInstance(
+                uuid=f"MIG-{self._derive(f'mig/{uuid}/{number}')}",
+                gpu_instance=number,
+                compute_instance=0,
+                profile=profile,
+                start=start,
+                size=size,
+                whole=True,
+                memory_mib=H100_MEMORY_MIB * size // H100_SLICES,
+            )
+            for number, (profile, start, size) in enumerate(layout or (), 1)
+        ]
+        self._gpus[slot] = msgspec.structs.replace(
+            self._gpus[slot],
+            mig=layout is not None,
+            mig_slices=None if layout is None else H100_SLICES,
+            mig_instances=tuple(instances),
+            nvlinks=whole.nvlinks if layout is None else (),
+        )
+        return self._gpus[slot]
+
     async def probe(self) -> Inventory:
         await self.faults.meet("probe")
         return self._look()
@@ -117,7 +149,8 @@ class FakeDevices:
         await self.faults.meet("processes")
         if uuid in self.lost:
             raise DeviceUnavailable(uuid, "GPU_IS_LOST", "GPU is lost")
-        if all(gpu.uuid != uuid for gpu in self._gpus):
+        there = [name for gpu in self._gpus for name in (gpu.uuid, *(instance.uuid for instance in gpu.mig_instances))]
+        if uuid not in there:
             raise DeviceUnavailable(uuid, "NOT_FOUND", "Not Found")
         return list(self.running.get(uuid, ()))
 

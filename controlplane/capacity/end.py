@@ -123,9 +123,7 @@ def finish_release(tx: Tx, tools: LedgerTools, reservation: Reservation, hold: A
     if last:
         give_back_quota(tx, reservation)
     node = ledger.lock_nodes(tx, [hold.node_id])[hold.node_id]
-    ledger.give_back_scalars(
-        tx, hold.node_id, gpus=len(hold.device_uuids), vcpus=hold.vcpus, memory_mib=hold.memory_mib
-    )
+    ledger.give_back_scalars(tx, hold.node_id, gpus=hold.gpus, vcpus=hold.vcpus, memory_mib=hold.memory_mib)
     write_spec(tx, hold.node_id, signer=tools.signer, now=now)
     waiting = ledger.load_waiting_for(tx, hold.node_id, now)
     enqueue(tx, "reservation", [str(reservation_id) for reservation_id in waiting])

@@ -207,7 +207,8 @@ def bind(
 ) -> Literal["bound", "waiting_for_release", "spec_full", "gone"]:
     """Hold what is booked: allocations, specs, `binding`. The reservation is locked and `placed`.
 
-    Leaves no trace when it cannot: an overrun hold in the way gives `waiting_for_release`.
+    Leaves no trace when it cannot: an overrun hold in the way gives `waiting_for_release`. So does a MIG layout that
+    has changed since the parts were found well; the next look finds them broken.
     """
     bookings = ledger.load_bookings(tx, reservation.reservation_id)
     if len(bookings) != reservation.nodes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from controlplane.db.spans import decode_spans
-from controlplane.model.backing import LiveDevice, NodeNow, Part
+from controlplane.model.backing import LiveDevice, LiveInstance, NodeNow, Part
+from controlplane.model.shares import parse_parts
+from controlplane.model.units import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,14 +25,14 @@ def load_backed_parts(tx: Tx, reservation_id: int) -> list[Part]:
 
 
 def load_all_backed_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, list[Part]]:
-    """The same of each of these reservations that is booked, in two statements."""
+    """The same of each of these reservations that is booked, in two statements, or three if a GPU is in MIG mode."""
     rows = tx.tuples(
         """
         select n.node_id, n.name, n.provision_state, n.quarantine_reason, n.adopting_at, n.connectivity,
                n.connectivity_at, n.cordoned, n.draining, coalesce(k.vcpu_total, 0), coalesce(k.memory_mib_total, 0),
                coalesce(k.vcpu_held, 0), coalesce(k.memory_mib_held, 0), b.spans::text, r.gpus_per_node, b.vcpus,
                b.memory_mib, lower(b.during), a.device_uuids, coalesce(u.vcpus, 0), coalesce(u.memory_mib, 0),
-               r.state in ('binding', 'active') and a.allocation_id is null, b.reservation_id
+               r.state in ('binding', 'active') and a.allocation_id is null, b.reservation_id, r.parts
         from booking b
         join reservation r using (reservation_id)
         join node n on n.node_id = b.node_id
@@ -52,11 +54,14 @@ def load_all_backed_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, l
         """,
         {"ids": list(reservation_ids)},
     )
-    devices = _load_devices(tx, sorted({row[0] for row in rows}))
+    node_ids = sorted({row[0] for row in rows})
+    devices = _load_devices(tx, node_ids)
+    partitioned = any(device.mig for found in devices.values() for device in found)
+    instances = _load_instances(tx, node_ids) if partitioned else {}
     parts: dict[int, list[Part]] = {}
     for row in rows:
         part = Part(
-            node=NodeNow(*row[:13], devices=devices.get(row[0], ())),
+            node=NodeNow(*row[:13], devices=devices.get(row[0], ()), instances=instances.get(row[0], ())),
             spans=decode_spans(row[13]),
             gpus=row[14],
             vcpus=row[15],
@@ -66,6 +71,7 @@ def load_all_backed_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, l
             vcpus_peak=row[19],
             memory_mib_peak=row[20],
             dropped=row[21],
+            asks=parse_parts(row[23]),
         )
         parts.setdefault(row[22], []).append(part)
     return parts
@@ -73,15 +79,30 @@ def load_all_backed_parts(tx: Tx, reservation_ids: Sequence[int]) -> dict[int, l
 
 def _load_devices(tx: Tx, node_ids: Sequence[int]) -> dict[int, list[LiveDevice]]:
     devices: dict[int, list[LiveDevice]] = {}
-    for node_id, slot, uuid, health, reason in tx.tuples(
+    for node_id, slot, uuid, health, reason, mig in tx.tuples(
         """
-        select node_id, slot, uuid, health, health_reason from device
+        select node_id, slot, uuid, health, health_reason, mig from device
         where node_id = any(%(nodes)s) and retired_at is null order by node_id, slot
         """,
         {"nodes": list(node_ids)},
     ):
-        devices.setdefault(node_id, []).append(LiveDevice(slot, uuid, health, reason))
+        devices.setdefault(node_id, []).append(LiveDevice(slot, uuid, health, reason, mig))
     return devices
+
+
+def _load_instances(tx: Tx, node_ids: Sequence[int]) -> dict[int, list[LiveInstance]]:
+    instances: dict[int, list[LiveInstance]] = {}
+    for node_id, slot, uuid, device_class, start, end in tx.tuples(
+        """
+        select m.node_id, d.slot, m.uuid, 'mig.' || m.profile, lower(m.span), upper(m.span)
+        from mig_instance m join device d using (device_id)
+        where m.node_id = any(%(nodes)s) and m.retired_at is null and m.span is not null and d.mig
+        order by m.node_id, lower(m.span)
+        """,
+        {"nodes": list(node_ids)},
+    ):
+        instances.setdefault(node_id, []).append(LiveInstance(slot, uuid, device_class, Span(start, end)))
+    return instances
 
 
 def load_blocked(tx: Tx, reservation_id: int) -> list[int]:

@@ -178,27 +178,29 @@ def find_stuck_holds(tx: Tx, *, older_than_s: float) -> Found:
 
 
 def find_device_count_drift(tx: Tx) -> Found:
-    """Nodes whose counts of GPUs, or of healthy ones, are not those of their devices."""
+    """Nodes whose counts of GPUs, of healthy ones, or of those that are given out in parts, are not their devices'."""
     return _find(
         tx,
         """
-        select format('node %%s: counts %%s GPUs, %%s healthy; has %%s, %%s', n.name, coalesce(c.gpu_total, 0),
-                      coalesce(c.gpu_healthy, 0), coalesce(d.gpus, 0), coalesce(d.healthy, 0))
+        select format('node %%s: counts %%s GPUs, %%s healthy, %%s in parts; has %%s, %%s, %%s', n.name,
+                      coalesce(c.gpu_total, 0), coalesce(c.gpu_healthy, 0), coalesce(c.gpu_parted, 0),
+                      coalesce(d.gpus, 0), coalesce(d.healthy, 0), coalesce(d.parted, 0))
         from node n
         left join node_capacity c using (node_id)
         left join (
-          select node_id, count(*) as gpus, count(*) filter (where health = 'healthy') as healthy
+          select node_id, count(*) as gpus, count(*) filter (where health = 'healthy') as healthy,
+                 count(*) filter (where health = 'healthy' and (time_slots > 1 or mig)) as parted
           from device where retired_at is null group by node_id
         ) d using (node_id)
-        where (coalesce(c.gpu_total, 0), coalesce(c.gpu_healthy, 0))
-              is distinct from (coalesce(d.gpus, 0), coalesce(d.healthy, 0))
+        where (coalesce(c.gpu_total, 0), coalesce(c.gpu_healthy, 0), coalesce(c.gpu_parted, 0))
+              is distinct from (coalesce(d.gpus, 0), coalesce(d.healthy, 0), coalesce(d.parted, 0))
         order by n.node_id
         """,
     )
 
 
 def find_free_drift(tx: Tx) -> Found:
-    """Nodes whose count of free GPUs is not that of their healthy devices that no hold touches."""
+    """Nodes whose count of free GPUs is not that of their healthy whole devices that no hold touches."""
     return _find(
         tx,
         """
@@ -207,7 +209,7 @@ def find_free_drift(tx: Tx) -> Found:
         left join (
           select d.node_id, count(*) as free
           from device d
-          where d.retired_at is null and d.health = 'healthy' and not exists (
+          where d.retired_at is null and d.health = 'healthy' and d.time_slots = 1 and not d.mig and not exists (
             select from allocation a
             where a.node_id = d.node_id and a.released_at is null
               and a.spans && int4range(d.slot * 48, (d.slot + 1) * 48))
@@ -215,6 +217,21 @@ def find_free_drift(tx: Tx) -> Found:
         ) f using (node_id)
         where c.gpu_free <> coalesce(f.free, 0)
         order by n.node_id
+        """,
+    )
+
+
+def find_mig_drift(tx: Tx) -> Found:
+    """MIG instances that are for sale and not on a live GPU in MIG mode, or not in its part of the line."""
+    return _find(
+        tx,
+        """
+        select format('node %%s: %%s at %%s of %%s in slot %%s', n.name, m.uuid, m.span, d.uuid, d.slot)
+        from mig_instance m join device d using (device_id) join node n on n.node_id = m.node_id
+        where m.retired_at is null and m.span is not null
+          and (d.retired_at is not null or not d.mig or d.node_id <> m.node_id
+               or not m.span <@ int4range(d.slot * 48, (d.slot + 1) * 48))
+        order by m.mig_instance_id
         """,
     )
 
@@ -229,7 +246,7 @@ def find_held_drift(tx: Tx) -> Found:
                       coalesce(a.gpus, 0), coalesce(a.vcpus, 0), coalesce(a.memory_mib, 0))
         from node n join node_capacity c using (node_id)
         left join (
-          select node_id, sum(cardinality(device_uuids)) as gpus, sum(vcpus) as vcpus, sum(memory_mib) as memory_mib
+          select node_id, sum(gpus) as gpus, sum(vcpus) as vcpus, sum(memory_mib) as memory_mib
           from allocation where released_at is null group by node_id
         ) a using (node_id)
         where (c.gpu_held, c.vcpu_held, c.memory_mib_held)

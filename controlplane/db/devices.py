@@ -1,7 +1,8 @@
 """Devices of a node and the inventory that they are derived from.
 
 A device row is a GPU in a slot for as long as it is there; a GPU that was replaced is retired and
-its slot goes to the new one. What an inventory says is written set-wise, one statement for a table.
+its slot goes to the new one. A row of `mig_instance` is an instance as it is: it is never changed but
+to be retired. What an inventory says is written set-wise, one statement for a table.
 `inventory_snapshot` keeps every version of a section that was acted on, so it says too whether there
 is anything new to act on.
 """
@@ -9,12 +10,13 @@ is anything new to act on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from controlplane.model.devices import KnownDevice
+from controlplane.model.mig import InstanceFacts, KnownInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from controlplane.db.tx import Tx
@@ -77,7 +79,7 @@ def load_known(tx: Tx, node_id: int) -> list[KnownDevice]:
     return tx.rows(
         KnownDevice,
         """
-        select device_id, slot, uuid, serial, model, pci_bus_id, memory_mib, nvlink_group, health, health_reason
+        select device_id, slot, uuid, serial, model, pci_bus_id, memory_mib, nvlink_group, health, health_reason, mig
         from device where node_id = %(node)s and retired_at is null order by slot
         """,
         {"node": node_id},
@@ -100,16 +102,26 @@ def load_owners(tx: Tx, node_id: int, uuids: Sequence[str]) -> list[tuple[str, s
 
 
 def retire_devices(tx: Tx, device_ids: Sequence[int]) -> None:
-    """Take GPUs out of their slots: replaced, or gone with their node."""
+    """Take GPUs out of their slots, and their MIG instances: replaced, or gone with their node."""
     tx.execute(
-        "update device set retired_at = compute_now() where device_id = any(%(ids)s) and retired_at is null",
+        """
+        with gone as (
+          update device set retired_at = compute_now() where device_id = any(%(ids)s) and retired_at is null
+        )
+        update mig_instance set retired_at = compute_now() where device_id = any(%(ids)s) and retired_at is null
+        """,
         {"ids": list(device_ids)},
     )
 
 
 def retire_all(tx: Tx, node_id: int) -> None:
     tx.execute(
-        "update device set retired_at = compute_now() where node_id = %(node)s and retired_at is null",
+        """
+        with gone as (
+          update device set retired_at = compute_now() where node_id = %(node)s and retired_at is null
+        )
+        update mig_instance set retired_at = compute_now() where node_id = %(node)s and retired_at is null
+        """,
         {"node": node_id},
     )
 
@@ -119,15 +131,15 @@ def insert_devices(tx: Tx, node_id: int, public_ids: Sequence[str], facts: Seque
     tx.execute(
         """
         insert into device (public_id, node_id, slot, uuid, serial, model, pci_bus_id, memory_mib, nvlink_group, health,
-                            health_reason, time_slots)
-        select public_id, %(node)s, slot, uuid, serial, model, pci, memory, nvlink, health, reason,
+                            health_reason, mig, time_slots)
+        select public_id, %(node)s, slot, uuid, serial, model, pci, memory, nvlink, health, reason, mig,
                -- a GPU that replaces another is shared as that one was
                coalesce((select d.time_slots from device d where d.node_id = %(node)s and d.slot = t.slot
                          order by d.device_id desc limit 1), 1)
         from unnest(%(public_ids)s::text[], %(slots)s::int2[], %(uuids)s::text[], %(serials)s::text[],
                     %(models)s::text[], %(pcis)s::text[], %(memories)s::int4[], %(groups)s::int2[], %(healths)s::text[],
-                    %(reasons)s::text[])
-             as t (public_id, slot, uuid, serial, model, pci, memory, nvlink, health, reason)
+                    %(reasons)s::text[], %(migs)s::bool[])
+             as t (public_id, slot, uuid, serial, model, pci, memory, nvlink, health, reason, mig)
         order by slot
         """,
         {"node": node_id, "public_ids": list(public_ids), **_columns(facts)},
@@ -140,10 +152,11 @@ def update_devices(tx: Tx, node_id: int, facts: Sequence[DeviceFacts]) -> int:
         """
         update device d
         set serial = t.serial, model = t.model, pci_bus_id = t.pci, memory_mib = t.memory, nvlink_group = t.nvlink,
-            health = t.health, health_reason = t.reason
+            health = t.health, health_reason = t.reason, mig = t.mig
         from unnest(%(slots)s::int2[], %(uuids)s::text[], %(serials)s::text[], %(models)s::text[], %(pcis)s::text[],
-                    %(memories)s::int4[], %(groups)s::int2[], %(healths)s::text[], %(reasons)s::text[])
-             as t (slot, uuid, serial, model, pci, memory, nvlink, health, reason)
+                    %(memories)s::int4[], %(groups)s::int2[], %(healths)s::text[], %(reasons)s::text[],
+                    %(migs)s::bool[])
+             as t (slot, uuid, serial, model, pci, memory, nvlink, health, reason, mig)
         where d.node_id = %(node)s and d.slot = t.slot and d.uuid = t.uuid and d.retired_at is null
         """,
         {"node": node_id, **_columns(facts)},
@@ -161,6 +174,7 @@ def _columns(facts: Sequence[DeviceFacts]) -> dict[str, object]:
         "groups": [fact.nvlink_group for fact in facts],
         "healths": [fact.health for fact in facts],
         "reasons": [fact.health_reason for fact in facts],
+        "migs": [fact.mig for fact in facts],
     }
 
 
@@ -209,12 +223,94 @@ def set_scalars(tx: Tx, node_id: int, *, vcpus: int, memory_mib: int) -> Scalars
     return found[0]
 
 
+# --- MIG instances ---------------------------------------------------------------------------
+
+
+def load_instances(tx: Tx, node_id: int) -> list[KnownInstance]:
+    """The node's live MIG instances by their GPU's slot."""
+    return [
+        KnownInstance(row[0], InstanceFacts(*row[1:]))
+        for row in tx.tuples(
+            """
+            select m.mig_instance_id, d.slot, m.uuid, m.gpu_instance, m.compute_instance, m.profile, m.start_slice,
+                   m.slices, lower(m.span), upper(m.span), m.why_not, m.memory_mib
+            from mig_instance m join device d using (device_id)
+            where m.node_id = %(node)s and m.retired_at is null
+            order by d.slot, m.gpu_instance, m.compute_instance
+            """,
+            {"node": node_id},
+        )
+    ]
+
+
+def retire_instances(tx: Tx, instance_ids: Sequence[int]) -> None:
+    tx.execute(
+        """
+        update mig_instance set retired_at = compute_now()
+        where mig_instance_id = any(%(ids)s) and retired_at is null
+        """,
+        {"ids": list(instance_ids)},
+    )
+
+
+def insert_instances(tx: Tx, node_id: int, facts: Sequence[InstanceFacts]) -> None:
+    """Add instances of GPUs that are in their slots. Raises ExclusionConflict for two at one place."""
+    tx.execute(
+        """
+        insert into mig_instance (device_id, node_id, uuid, gpu_instance, compute_instance, profile, start_slice,
+                                  slices, span, why_not, memory_mib)
+        select d.device_id, %(node)s, t.uuid, t.gi, t.ci, t.profile, t.start_slice, t.slices,
+               case when t.why_not = '' then int4range(t.first, t.stop) end, t.why_not, t.memory
+        from unnest(%(slots)s::int2[], %(uuids)s::text[], %(gis)s::int4[], %(cis)s::int4[], %(profiles)s::text[],
+                    %(starts)s::int4[], %(sizes)s::int4[], %(firsts)s::int4[], %(stops)s::int4[], %(whys)s::text[],
+                    %(memories)s::int4[])
+             as t (slot, uuid, gi, ci, profile, start_slice, slices, first, stop, why_not, memory)
+        join device d on d.node_id = %(node)s and d.slot = t.slot and d.retired_at is null
+        order by t.slot, t.gi, t.ci
+        """,
+        {
+            "node": node_id,
+            "slots": [fact.slot for fact in facts],
+            "uuids": [fact.uuid for fact in facts],
+            "gis": [fact.gpu_instance for fact in facts],
+            "cis": [fact.compute_instance for fact in facts],
+            "profiles": [fact.profile for fact in facts],
+            "starts": [fact.start for fact in facts],
+            "sizes": [fact.size for fact in facts],
+            "firsts": [fact.first_unit for fact in facts],
+            "stops": [fact.end_unit for fact in facts],
+            "whys": [fact.why_not for fact in facts],
+            "memories": [fact.memory_mib for fact in facts],
+        },
+    )
+
+
+def load_mig_units(tx: Tx, pool_id: int) -> dict[str, int]:
+    """The units of the largest instance of each class of MIG instances that the pool's nodes have."""
+    return dict(
+        tx.tuples(
+            """
+            select 'mig.' || m.profile, max(upper(m.span) - lower(m.span))
+            from node n join device d using (node_id) join mig_instance m using (device_id)
+            where n.pool_id = %(pool)s and n.provision_state <> 'decommissioned' and d.retired_at is null and d.mig
+              and m.retired_at is null and m.span is not null
+            group by m.profile order by m.profile
+            """,
+            {"pool": pool_id},
+        )
+    )
+
+
 # --- views -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """A device as operators see it; `held_by` is the reservation that holds it, or any part of it, now."""
+    """A device as operators see it; `held_by` is the reservation that holds it, or any part of it, now.
+
+    `instances` are those of a GPU in MIG mode, as `uuid`, `profile`, `start`, `size`, `memory_mib`, `why_not` and
+    `held_by`, by where they are.
+    """
 
     device_id: int
     public_id: str
@@ -233,6 +329,8 @@ class DeviceRow:
     health_reason: str
     held_by: str | None
     time_slots: int
+    mig: bool
+    instances: list[Mapping[str, Any]]
     created_at: datetime
     retired_at: datetime | None
 
@@ -244,7 +342,17 @@ _ROW = """
      where d.retired_at is null and a.node_id = d.node_id and a.released_at is null
        and a.spans && int4multirange(int4range(d.slot * 48, (d.slot + 1) * 48))
      order by a.allocation_id limit 1) as held_by,
-    d.time_slots, d.created_at, d.retired_at
+    d.time_slots, d.mig,
+    case when d.mig then coalesce((
+      select jsonb_agg(jsonb_build_object(
+               'uuid', m.uuid, 'profile', m.profile, 'start', m.start_slice, 'size', m.slices,
+               'memory_mib', m.memory_mib, 'why_not', m.why_not,
+               'held_by', (select r.public_id from allocation a join reservation r using (reservation_id)
+                           where a.node_id = d.node_id and a.released_at is null and a.spans && m.span
+                           order by a.allocation_id limit 1))
+               order by m.start_slice, m.gpu_instance, m.compute_instance)
+      from mig_instance m where m.device_id = d.device_id and m.retired_at is null), '[]') else '[]' end as instances,
+    d.created_at, d.retired_at
   from device d join node n using (node_id) join pool p using (pool_id)
 """
 

@@ -168,14 +168,14 @@ def close_bookings(
 
 _ALLOCATION = """
   a.allocation_id, a.public_id, a.reservation_id, a.node_id, a.spans::text as spans, a.vcpus, a.memory_mib,
-  a.device_uuids, a.state, a.incarnation, a.generation, a.end_generation, a.cdi_name, a.created_at, a.bound_at,
+  a.gpus, a.device_uuids, a.state, a.incarnation, a.generation, a.end_generation, a.cdi_name, a.created_at, a.bound_at,
   a.releasing_at, a.released_at, a.release_evidence, a.forced_by, a.processes_left
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A row of `allocation` without its envelopes."""
+    """A row of `allocation` without its envelopes; `gpus` are the whole ones of its devices."""
 
     allocation_id: int
     public_id: str
@@ -184,6 +184,7 @@ class Allocation:
     spans: str
     vcpus: int
     memory_mib: int
+    gpus: int
     device_uuids: list[str]
     state: str
     incarnation: int

@@ -80,21 +80,34 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
     return LockedPool(pool_id, slug, gpu_model, names)
 
 
-# Holds what is `due`, in the order of `at`, with the node's GPUs of which the spans have any part, and counts it.
+# Holds what is `due`, in the order of `at`, with the GPUs of which the spans have any part and the MIG instances that
+# are inside them, and counts it. Nobody gets an instance whose UUID is held: another layout may have it elsewhere.
 _HOLD_DUE = """
 ), held as (
-  insert into allocation (public_id, reservation_id, node_id, spans, vcpus, memory_mib, device_uuids,
+  insert into allocation (public_id, reservation_id, node_id, spans, vcpus, memory_mib, gpus, device_uuids,
                           incarnation, generation)
-  select a.allocation, a.reservation_id, a.node_id, a.spans, a.vcpus, a.memory_mib,
-         array(select d.uuid from device d
-               where d.node_id = a.node_id and d.retired_at is null
-                 and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans
-               order by d.slot),
+  select a.allocation, a.reservation_id, a.node_id, a.spans, a.vcpus, a.memory_mib, g.gpus, g.uuids,
          c.incarnation, coalesce(s.generation, 0) + 1
   from due a cross join cluster c left join node_spec s on s.node_id = a.node_id
+  cross join lateral (
+    select coalesce(array_agg(u.uuid order by u.at), '{}') as uuids, count(*) filter (where u.kind = 'gpu') as gpus,
+           array_agg(u.uuid) filter (where u.kind = 'mig') as instances
+    from (
+      select d.slot * 48 as at, d.uuid, case when d.time_slots = 1 then 'gpu' else 'slot' end as kind
+      from device d
+      where d.node_id = a.node_id and d.retired_at is null and not d.mig
+        and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans
+      union all
+      select lower(m.span), m.uuid, 'mig'
+      from mig_instance m where m.node_id = a.node_id and m.retired_at is null and m.span <@ a.spans
+    ) u
+  ) g
+  where g.instances is null or not exists (
+    select from allocation h
+    where h.node_id = a.node_id and h.released_at is null and h.device_uuids && g.instances)
   order by a.at
   on conflict do nothing
-  returning reservation_id, node_id, cardinality(device_uuids) as gpus, vcpus, memory_mib
+  returning reservation_id, node_id, gpus, vcpus, memory_mib
 ), counted as (
   update node_capacity c
   set gpu_held = gpu_held + h.gpus, vcpu_held = vcpu_held + h.vcpus,
@@ -201,7 +214,24 @@ with due as (
   select b.reservation_id, b.node_id, b.spans, b.vcpus, b.memory_mib, i.allocation, i.at
   from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(allocations)s, ';'))
        with ordinality as i (node_id, allocation, at)
-  join booking b using (node_id) where b.reservation_id = %(id)s"""
+  join booking b using (node_id) join reservation r using (reservation_id)
+  where b.reservation_id = %(id)s
+    -- the MIG layout is the one that was booked: of each class as many as were asked for, and they are all there is
+    and not exists (
+      select from (
+        select 'mig.' || m.profile as class, 1 as n
+        from mig_instance m where m.node_id = b.node_id and m.retired_at is null and m.span <@ b.spans
+        union all
+        select split_part(part, '/', 1), -split_part(part, '=', 2)::int4 from unnest(r.parts) part
+        where part ^@ 'mig.'
+      ) there group by class having sum(n) <> 0)
+    and not exists (
+      select from device d cross join lateral (select int4range(d.slot * 48, (d.slot + 1) * 48) as span) gpu
+      where d.node_id = b.node_id and d.retired_at is null and gpu.span && b.spans
+        and case when d.mig then b.spans * int4multirange(gpu.span) <> coalesce((
+                   select range_agg(m.span) from mig_instance m
+                   where m.device_id = d.device_id and m.retired_at is null and m.span <@ b.spans), '{}')
+                 else d.time_slots = 1 and not gpu.span <@ b.spans end)"""
     + _HOLD_DUE
     + "select (select count(*) from held), (select count(*) from counted)"
 )
@@ -214,8 +244,8 @@ def hold_booked(tx: Tx, reservation_id: int, allocation_ids: Mapping[int, str]) 
         allocation_ids: a new public id for each of the reservation's nodes.
 
     Returns:
-        Whether all of it is held. If not, somebody else's hold is in the way, or vCPUs and memory do not suffice,
-        and some rows may have been written: nothing may be kept.
+        Whether all of it is held. If not, somebody else's hold is in the way, or vCPUs and memory do not suffice, or
+        the MIG layout is not what was booked, and some rows may have been written: nothing may be kept.
     """
     nodes = sorted(allocation_ids)
     (written,) = tx.tuples(
@@ -231,7 +261,7 @@ def drop_incomplete(tx: Tx, reservation_ids: Collection[int]) -> None:
         """
         with held as (
           delete from allocation where reservation_id = any(%(ids)s) and state = 'binding'
-          returning node_id, cardinality(device_uuids) as gpus, vcpus, memory_mib
+          returning node_id, gpus, vcpus, memory_mib
         ), booked as (
           delete from booking where reservation_id = any(%(ids)s)
         )

@@ -81,9 +81,15 @@ _PART_COLUMNS: LiteralString = """
   p.reservation_id, n.public_id as node_public_id, n.name as node_name, n.connectivity,
   p.allocation_public_id, p.allocation_state,
   coalesce(p.device_uuids, (
-    select array_agg(d.uuid order by d.slot) from device d
-    where d.node_id = p.node_id and d.retired_at is null
-      and int4range(d.slot * 48, (d.slot + 1) * 48) && p.spans), '{}') as device_uuids,
+    select array_agg(u.uuid order by u.at)
+    from (
+      select d.slot * 48 as at, d.uuid from device d
+      where d.node_id = p.node_id and d.retired_at is null and not d.mig
+        and int4range(d.slot * 48, (d.slot + 1) * 48) && p.spans
+      union all
+      select lower(m.span), m.uuid
+      from mig_instance m where m.node_id = p.node_id and m.retired_at is null and m.span <@ p.spans
+    ) u), '{}') as device_uuids,
   coalesce(p.cdi_name, '') as cdi_name, p.vcpus, p.memory_mib, p.bound_at, p.released_at, p.release_evidence
 """
 _PARTS: LiteralString = """

@@ -32,9 +32,9 @@ COLUMNS = """
 class Reservation:
     """A row of `reservation`; memory in MiB, durations in seconds, `window_end` None is open.
 
-    `selector` is its terms, `parts` what each node has of shared GPUs, as `slot.1/4=2`. `read_at` is the instant at
-    which the row was asked for: a transaction that begins by locking its reservation takes that for now, and need not
-    ask for the time.
+    `selector` is its terms, `parts` what each node has of shared GPUs, as `model.shares` writes it. `read_at` is the
+    instant at which the row was asked for: a transaction that begins by locking its reservation takes that for now,
+    and need not ask for the time.
 
     `borrows` are GPUs that it took beyond what a quota guarantees, `preempting` says that it waits for
     borrowers to go, `preempted_for` names the reservation that it made room for, and `charged_from` is
@@ -402,7 +402,8 @@ def record_usage(tx: Tx, reservation_id: int, *, end: datetime) -> int:
         cross join lateral (
           values (g.model || '.hours', r.gpus_per_node * r.nodes), ('vcpu.hours', r.vcpus_per_node * r.nodes)
           union all
-          select g.model || '.' || replace(split_part(part, '=', 1), '/', '-') || '.hours',
+          select g.model || '.' || case when part like 'mig.%%' then split_part(part, '/', 1)
+                                        else replace(split_part(part, '=', 1), '/', '-') end || '.hours',
                  split_part(part, '=', 2)::int4 * r.nodes
           from unnest(r.parts) part
         ) as m (meter, quantity)

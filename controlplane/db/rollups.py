@@ -26,7 +26,7 @@ class Amount:
 
     Attributes:
         total: on all nodes.
-        placeable: on nodes that take new reservations; of GPUs, the healthy ones.
+        placeable: on nodes that take new reservations; of GPUs, the healthy ones that are given out whole.
         held: by anybody, on all nodes.
         free: of `placeable`, what nobody holds. Bookings that have not begun do not count.
         free_max: the most that one node has free.
@@ -43,12 +43,16 @@ class Amount:
 class Capacity:
     """What nodes have and what is held of it now; decommissioned nodes are not in it.
 
-    `free_sets` is how many nodes that take new reservations have how many GPUs free.
+    `gpus.total` and `gpus_healthy` are of all GPUs, the rest of `gpus` of those that are given out whole; `gpus_parted`
+    are the healthy ones that are not, and `parts` what they are given out as, by class. `free_sets` is how many nodes
+    that take new reservations have how many GPUs free.
     """
 
     nodes: Counter[Standing] = field(default_factory=Counter[Standing])
     gpus: Amount = field(default_factory=Amount)
     gpus_healthy: int = 0
+    gpus_parted: int = 0
+    parts: dict[str, Amount] = field(default_factory=dict[str, Amount])
     vcpus: Amount = field(default_factory=Amount)
     memory_mib: Amount = field(default_factory=Amount)
     free_sets: Counter[int] = field(default_factory=Counter[int])
@@ -64,6 +68,7 @@ class _Like:
     gpu_free: int
     gpu_total: int
     gpu_healthy: int
+    gpu_parted: int
     gpu_held: int
     vcpu_total: int
     vcpu_held: int
@@ -75,11 +80,26 @@ class _Like:
     memory_mib_free_max: int
 
 
+@dataclass(frozen=True, slots=True)
+class _NodePart:
+    """The parts of one class on one node."""
+
+    pool_id: int
+    node_id: int
+    device_class: str
+    total: int
+    placeable: int
+    held: int
+    free: int
+
+
 def load_pool_capacities(tx: Tx, pool_ids: Sequence[int]) -> dict[int, Capacity]:
     """Sum up the nodes of pools, by pool; a pool without nodes is there with zeros."""
     found = {pool_id: Capacity() for pool_id in pool_ids}
     for like in _load_alike(tx, pool_ids):
         _add(found[like.pool_id], like)
+    for part in _load_parts(tx, pool_ids):
+        _add_part(found[part.pool_id].parts, part)
     return found
 
 
@@ -88,13 +108,33 @@ def load_capacity(tx: Tx, pool_id: int | None) -> Capacity:
     capacity = Capacity()
     for like in _load_alike(tx, None if pool_id is None else [pool_id]):
         _add(capacity, like)
+    for part in _load_parts(tx, None if pool_id is None else [pool_id]):
+        _add_part(capacity.parts, part)
     return capacity
+
+
+def load_node_parts(tx: Tx, node_ids: Sequence[int]) -> dict[int, dict[str, Amount]]:
+    """What the GPUs of nodes that are given out in parts are given out as, by node and class."""
+    found: dict[int, dict[str, Amount]] = {}
+    for part in _load_parts(tx, None, node_ids):
+        _add_part(found.setdefault(part.node_id, {}), part)
+    return found
+
+
+def _add_part(parts: dict[str, Amount], part: _NodePart) -> None:
+    amount = parts.setdefault(part.device_class, Amount())
+    amount.total += part.total
+    amount.placeable += part.placeable
+    amount.held += part.held
+    amount.free += part.free
+    amount.free_max = max(amount.free_max, part.free)
 
 
 def _add(capacity: Capacity, like: _Like) -> None:
     gpus, vcpus, memory_mib = capacity.gpus, capacity.vcpus, capacity.memory_mib
     capacity.nodes[like.standing] += like.nodes
     capacity.gpus_healthy += like.gpu_healthy
+    capacity.gpus_parted += like.gpu_parted
     gpus.total += like.gpu_total
     gpus.held += like.gpu_held
     vcpus.total += like.vcpu_total
@@ -104,7 +144,7 @@ def _add(capacity: Capacity, like: _Like) -> None:
     if like.standing != "open":
         return
     capacity.free_sets[like.gpu_free] += like.nodes
-    gpus.placeable += like.gpu_healthy
+    gpus.placeable += like.gpu_healthy - like.gpu_parted
     gpus.free += like.gpu_free * like.nodes
     gpus.free_max = max(gpus.free_max, like.gpu_free)
     vcpus.placeable += like.vcpu_total
@@ -128,6 +168,7 @@ def _load_alike(tx: Tx, pool_ids: Sequence[int] | None) -> list[_Like]:
                     when n.draining then 'draining' else 'cordoned' end as standing,
                count(*) as nodes, coalesce(c.gpu_free, 0) as gpu_free,
                coalesce(sum(c.gpu_total), 0) as gpu_total, coalesce(sum(c.gpu_healthy), 0) as gpu_healthy,
+               coalesce(sum(c.gpu_parted), 0) as gpu_parted,
                coalesce(sum(c.gpu_held), 0) as gpu_held,
                coalesce(sum(c.vcpu_total), 0) as vcpu_total, coalesce(sum(c.vcpu_held), 0) as vcpu_held,
                coalesce(sum(greatest(c.vcpu_total - c.vcpu_held, 0)), 0) as vcpu_free,
@@ -142,4 +183,51 @@ def _load_alike(tx: Tx, pool_ids: Sequence[int] | None) -> list[_Like]:
         order by 1, 2, c.gpu_free
         """,
         {"pools": None if pool_ids is None else list(pool_ids)},
+    )
+
+
+def _load_parts(tx: Tx, pool_ids: Sequence[int] | None, node_ids: Sequence[int] | None = None) -> list[_NodePart]:
+    """The parts of nodes that have GPUs which are given out in parts: an index has these alone."""
+    return tx.rows(
+        _NodePart,
+        """
+        with parted as materialized (
+          select d.device_id, d.node_id, n.pool_id, d.slot, d.time_slots, d.mig,
+                 d.health = 'healthy' and n.placeable as placeable
+          from device d join node n using (node_id)
+          where d.retired_at is null and (d.time_slots > 1 or d.mig) and n.provision_state <> 'decommissioned'
+            and (%(pools)s::int4[] is null or n.pool_id = any(%(pools)s))
+            and (%(nodes)s::int4[] is null or d.node_id = any(%(nodes)s))
+        ), held as materialized (
+          select a.node_id, range_agg(a.spans) as spans
+          from allocation a where a.released_at is null and a.node_id in (select node_id from parted)
+          group by a.node_id
+        ), held_instance as materialized (
+          select distinct a.node_id, uuid
+          from allocation a cross join unnest(a.device_uuids) uuid
+          where a.released_at is null and a.node_id in (select node_id from parted where mig) and uuid ^@ 'MIG-'
+        ), part as (
+          select p.pool_id, p.node_id, 'slot.1/' || p.time_slots as device_class, p.placeable,
+                 int4range(p.slot * 48 + i * 48 / p.time_slots, p.slot * 48 + (i + 1) * 48 / p.time_slots) as span,
+                 false as held
+          from parted p cross join generate_series(0, p.time_slots - 1) as i
+          where not p.mig
+          union all
+          select p.pool_id, p.node_id, 'mig.' || m.profile, p.placeable, m.span, i.uuid is not null
+          from parted p join mig_instance m using (device_id)
+          left join held_instance i on i.node_id = p.node_id and i.uuid = m.uuid
+          where p.mig and m.retired_at is null and m.span is not null
+        )
+        select p.pool_id, p.node_id, p.device_class, count(*) as total,
+               count(*) filter (where p.placeable) as placeable,
+               count(*) filter (where p.held or h.spans && p.span) as held,
+               count(*) filter (where p.placeable and (p.held or h.spans && p.span) is not true) as free
+        from part p left join held h using (node_id)
+        group by p.pool_id, p.node_id, p.device_class
+        order by p.pool_id, p.device_class, p.node_id
+        """,
+        {
+            "pools": None if pool_ids is None else list(pool_ids),
+            "nodes": None if node_ids is None else list(node_ids),
+        },
     )

@@ -1,4 +1,5 @@
-"""The ledger as a planner sees it: one `NodeView` a node, read with five statements whatever the pool's size.
+"""The ledger as a planner sees it: one `NodeView` a node, read with five statements whatever the pool's size, or six if
+any of its GPUs is in MIG mode.
 
 Devices are summed up by the database into sets of slots, and times come as microseconds: of a pool of 10,000 nodes the
 rows of 80,000 GPUs would be most of the work, and planning needs none of them.
@@ -15,8 +16,8 @@ from controlplane.db.packed import pack
 from controlplane.db.spans import decode_spans
 from controlplane.model.instants import FOREVER
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, sort_groups
-from controlplane.model.shares import UnitsBooked, share
-from controlplane.model.units import touched_slots, units_of
+from controlplane.model.shares import Part, UnitsBooked, mig_part, share, time_slot_parts
+from controlplane.model.units import Span, touched_slots, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -126,7 +127,7 @@ def _load_devices(tx: Tx, of: _Nodes) -> dict[int, _Devices]:
           from """
         + of.nodes
         + """ join device d using (node_id)
-          where n.pool_id = %(pool)s and d.retired_at is null and d.time_slots = 1
+          where n.pool_id = %(pool)s and d.retired_at is null and d.time_slots = 1 and not d.mig
           group by d.node_id, d.nvlink_group
         ) of_set
         group by node_id
@@ -141,32 +142,62 @@ def _load_devices(tx: Tx, of: _Nodes) -> dict[int, _Devices]:
 
 @dataclass(slots=True)
 class _Shared:
-    """Into how many time slots the GPUs of a node are shared, by slot."""
+    """The parts of a node's GPUs that are given out in parts, of the healthy ones and of the others."""
 
-    healthy: dict[int, int] = field(default_factory=dict[int, int])
-    sick: dict[int, int] = field(default_factory=dict[int, int])
+    healthy: list[Part] = field(default_factory=list[Part])
+    sick: list[Part] = field(default_factory=list[Part])
 
 
 def _load_shared(tx: Tx, of: _Nodes) -> dict[int, _Shared]:
     shared: dict[int, _Shared] = {}
-    for node_id, slot, time_slots, healthy in tx.tuples(
+    any_mig = False
+    for node_id, slot, time_slots, mig, healthy in tx.tuples(
         """
-        select d.node_id, d.slot, d.time_slots, d.health = 'healthy'
+        select d.node_id, d.slot, d.time_slots, d.mig, d.health = 'healthy'
         from """
         + of.nodes
         + """ join device d using (node_id)
-        where n.pool_id = %(pool)s and d.retired_at is null and d.time_slots > 1
+        where n.pool_id = %(pool)s and d.retired_at is null and (d.time_slots > 1 or d.mig)
         order by d.node_id, d.slot
         """,
         of.params,
     ):
         node = shared.setdefault(node_id, _Shared())
-        (node.healthy if healthy else node.sick)[slot] = time_slots
+        if mig:
+            any_mig = True
+        else:
+            (node.healthy if healthy else node.sick).extend(time_slot_parts(slot, time_slots))
+    if any_mig:
+        _load_instances(tx, of, shared)
     return shared
 
 
+def _load_instances(tx: Tx, of: _Nodes, shared: Mapping[int, _Shared]) -> None:
+    """Add the MIG instances that can be given out.
+
+    Whoever holds the UUID of one that was elsewhere before has it on the node still, so nobody else gets it.
+    """
+    for node_id, device_class, start, end, healthy in tx.tuples(
+        """
+        select d.node_id, 'mig.' || m.profile, lower(m.span), upper(m.span), d.health = 'healthy' and not exists (
+                 select from allocation a
+                 where a.node_id = d.node_id and a.released_at is null and m.uuid = any(a.device_uuids)
+                   and not m.span <@ a.spans)
+        from """
+        + of.nodes
+        + """ join device d using (node_id) join mig_instance m using (device_id)
+        where n.pool_id = %(pool)s and d.retired_at is null and d.mig and m.retired_at is null and m.span is not null
+        order by d.node_id, lower(m.span)
+        """,
+        of.params,
+    ):
+        node = shared[node_id]
+        (node.healthy if healthy else node.sick).append(mig_part(device_class, Span(start, end)))
+
+
 def _share(node: _Shared, ledger: _Ledger, node_id: int) -> SharedGpus:
-    return share(node.healthy, node.sick, ledger.units.get(node_id, ()), ledger.units_held.get(node_id, 0))
+    parts = sorted(node.healthy, key=lambda part: part.units)
+    return share(parts, node.sick, ledger.units.get(node_id, ()), ledger.units_held.get(node_id, 0))
 
 
 @lru_cache(maxsize=4096)  # the layouts of a fleet's nodes; a few for each kind of server

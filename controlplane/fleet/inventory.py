@@ -1,6 +1,7 @@
-"""Acts on a node's inventory: devices, links, totals, conditions, each with one statement.
+"""Acts on a node's inventory: devices, MIG instances, links, totals, conditions, each with one statement.
 
-The pure part, which GPU is in which slot and how it fares, is `controlplane.model.devices`. Here is
+The pure part, which GPU is in which slot and how it fares, is `controlplane.model.devices`, and which
+units its MIG instances are `controlplane.model.mig`. Here is
 what depends on other rows: a GPU that is live on another node, and whether more is held than the
 machine still has. Nothing that an inventory says releases a hold or sells one twice: a GPU that is
 gone keeps its row and its holder, and both are told.
@@ -16,6 +17,7 @@ from controlplane.db.nodes import NODE_SLOT, Condition
 from controlplane.db.tx import Contention, UniqueConflict
 from controlplane.fleet.status import judge_gpus
 from controlplane.model.devices import DevicePlan, Unacceptable, check_sane, explain_misfit, plan_devices
+from controlplane.model.mig import InstancePlan, check_instances, explain_layouts, plan_instances
 from shared.inventory import SECTIONS, InventoryError, Section, decode_sections
 
 if TYPE_CHECKING:
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
     from shared.inventory import Inventory
 
 # The conditions that an inventory raises and clears. `gpu_replaced` stays until the node is adopted again.
-OWNED = ("gpu_missing", "gpu_unhealthy", "capacity_short", "inventory_bad", "pool_mismatch")
+OWNED = ("gpu_missing", "gpu_unhealthy", "mig_unbookable", "capacity_short", "inventory_bad", "pool_mismatch")
 REPLACED = "gpu_replaced"
 NO_DEVICES = DevicePlan(added=[], changed=[], retired=[], replaced=[], links=[], devices=[])
+NO_INSTANCES = InstancePlan(added=(), retired=(), instances=())
 
 
 class UuidRace(Contention):
@@ -71,10 +74,11 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
         devices.record_snapshot(tx, node.node_id, news)
     try:
         inventory = _read(sections)
-        plan = NO_DEVICES
+        plan, layout = NO_DEVICES, NO_INSTANCES
         if node.gpu_model is not None:
             complaints = judge_gpus(nodes.load_reported(tx, node.node_id))
             plan = plan_devices(devices.load_known(tx, node.node_id), inventory, node.gpu_model, complaints)
+            layout = plan_instances(devices.load_instances(tx, node.node_id), plan.devices, inventory.gpus)
     except (InventoryError, Unacceptable) as exc:
         bad = nodes.raise_conditions(tx, node.node_id, [Condition(NODE_SLOT, "inventory_bad", "critical", str(exc))])
         return Derived(problem=f"inventory: {exc}", conditions=bad)
@@ -86,13 +90,17 @@ def derive(tx: Tx, ids: IdSource, node: LifecycleNode, sections: Sequence[Stored
         uuid, owner, name = taken[0]
         return Derived(problem=f"{uuid} is a GPU of {owner} ({name}) already", taken=True)
     replaced = _write_devices(tx, ids, node.node_id, plan)
+    if layout.retired:
+        devices.retire_instances(tx, layout.retired)
+    if layout.added:
+        devices.insert_instances(tx, node.node_id, layout.added)
     totals = devices.set_scalars(tx, node.node_id, vcpus=inventory.host.vcpus, memory_mib=inventory.host.memory_mib)
-    conditions = _find_conditions(plan, misfit, short=totals.short)
+    conditions = _find_conditions(plan, layout, misfit, short=totals.short)
     synced = nodes.sync_conditions(tx, node.node_id, owned=OWNED, wanted=conditions)
     return Derived(
         problem=misfit,
         new_gpus=bool(plan.added),
-        changed=bool(plan.added or plan.changed or totals.changed or synced),
+        changed=bool(plan.added or plan.changed or layout.added or layout.retired or totals.changed or synced),
         conditions=[*replaced, *synced],
     )
 
@@ -114,6 +122,7 @@ def _read(sections: Sequence[StoredSection]) -> Inventory:
     }
     inventory = decode_sections(bodies)
     check_sane(inventory)
+    check_instances(inventory)
     return inventory
 
 
@@ -142,7 +151,7 @@ def _write_devices(tx: Tx, ids: IdSource, node_id: int, plan: DevicePlan) -> lis
     )
 
 
-def _find_conditions(plan: DevicePlan, misfit: str, *, short: bool) -> list[Condition]:
+def _find_conditions(plan: DevicePlan, layout: InstancePlan, misfit: str, *, short: bool) -> list[Condition]:
     found = [
         Condition(facts.slot, "gpu_missing", "critical", f"{facts.uuid}: {facts.health_reason}")
         if facts.health == "missing"
@@ -154,6 +163,10 @@ def _find_conditions(plan: DevicePlan, misfit: str, *, short: bool) -> list[Cond
         )
         for facts in plan.devices
         if facts.health != "healthy"
+    ]
+    found += [
+        Condition(slot, "mig_unbookable", "warning", reason)
+        for slot, reason in explain_layouts(plan.devices, layout.instances).items()
     ]
     if short:
         found.append(Condition(NODE_SLOT, "capacity_short", "critical", "more vCPUs or memory are held than there are"))

@@ -9,23 +9,28 @@ out of service. What counts differs a little before and after the bind:
     - Held, only a node that is quarantined or gone breaks it (what a cordoned one holds stays), and the devices are
       those that the node was told of: a GPU that took the place of another is not what the holder has.
 
+A GPU that went into MIG mode backs nothing but its instances, and an instance what was booked or held at its place
+under its profile: its UUID alone says nothing, since another layout may have it again.
+
 A node that is away or being checked usually comes back within minutes, and moving a whole site's bookings for that
 would help nobody, so such a node has `PATIENCE`, but never beyond the moment at which a booking is to begin.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING
 
-from controlplane.model.units import slots_of, touched_slots
+from controlplane.model.units import slot_span, slots_of, touched_slots, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import datetime
 
     from controlplane.model.devices import DeviceHealth
+    from controlplane.model.shares import PartAsk
     from controlplane.model.states import Connectivity, ProvisionState
     from controlplane.model.units import Span
 
@@ -41,6 +46,17 @@ class LiveDevice:
     uuid: str
     health: DeviceHealth
     health_reason: str
+    mig: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LiveInstance:
+    """A MIG instance that can be given out."""
+
+    slot: int
+    uuid: str
+    device_class: str
+    span: Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,7 @@ class NodeNow:
     vcpus_held: int
     memory_mib_held: int
     devices: Sequence[LiveDevice]
+    instances: Sequence[LiveInstance] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +91,7 @@ class Part:
         held: the devices that the node was told to bind; None if it was told nothing yet.
         vcpus_peak, memory_mib_peak: the most that is booked by all at one instant of the booking's window.
         dropped: the node was told to bind it and did not, so it was told to let go of it.
+        asks: the parts of shared GPUs that were asked for.
     """
 
     node: NodeNow
@@ -86,6 +104,7 @@ class Part:
     vcpus_peak: int
     memory_mib_peak: int
     dropped: bool = False
+    asks: tuple[PartAsk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,30 +199,70 @@ def _judge_booked(part: Part) -> Iterator[tuple[str, tuple[str, ...]]]:
     mask = touched_slots(part.spans)
     # of a whole node the slots that there are; of anything else those that were booked
     slots = slots_of(mask) if mask >= 0 else tuple(sorted(in_slot))
+    instances = _booked_instances(part)
+    changed = False
     for slot in slots:
         device = in_slot.get(slot)
         if device is None:
             yield f"there is no GPU in slot {slot}", ()
         elif device.health != "healthy":
             yield _unwell(device)
+        elif device.mig and not _is_covered(part, slot, instances):
+            changed = True
+            yield f"{device.uuid} is in MIG mode, and not as it was booked", (device.uuid,)
     if len(slots) < part.gpus:
         yield f"it has {len(slots)} of {part.gpus} GPUs", ()
+    there = Counter(instance.device_class for instance in instances)
+    for ask in part.asks:
+        if ask.is_mig and there[ask.device_class] != ask.count and not changed:
+            yield f"it has {there[ask.device_class]} of {ask.count} x {ask.device_class}", ()
+
+
+def _booked_instances(part: Part) -> list[LiveInstance]:
+    """The MIG instances of the classes that were asked for, where they were booked."""
+    classes = {ask.device_class for ask in part.asks}
+    return [
+        instance
+        for instance in part.node.instances
+        if instance.device_class in classes and any(span.contains(instance.span) for span in part.spans)
+    ]
+
+
+def _is_covered(part: Part, slot: int, instances: Sequence[LiveInstance]) -> bool:
+    """Whether instances are all that is booked of the GPU in the slot."""
+    booked = units_of(part.spans) & units_of([slot_span(slot)])
+    return booked == units_of(instance.span for instance in instances if instance.slot == slot)
 
 
 def _judge_held(part: Part, held: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
     live = {device.uuid: device for device in part.node.devices}
+    instances = {instance.uuid: instance for instance in part.node.instances}
     in_slot = {device.slot: device for device in part.node.devices}
     mask = touched_slots(part.spans)
     slots = slots_of(mask) if mask >= 0 else ()
     # in the order of their slots, and one for each unless a slot was empty even then
     slot_of = dict(zip(held, slots, strict=True)) if len(held) == len(slots) else {}
     for uuid in held:
-        device = live.get(uuid)
-        if device is None:
-            heir = in_slot.get(slot_of.get(uuid, -1))
+        device, instance = live.get(uuid), instances.get(uuid)
+        if instance is not None:
+            yield from _judge_instance(part, instance, in_slot[instance.slot])
+        elif device is None:
+            heir = None if uuid.startswith("MIG-") else in_slot.get(slot_of.get(uuid, -1))
             yield f"{uuid} is gone" + (f", {heir.uuid} is in its place" if heir else ""), (uuid,)
         elif device.health != "healthy":
             yield _unwell(device)
+        elif device.mig:
+            yield f"{uuid} is in MIG mode", (uuid,)
+
+
+def _judge_instance(part: Part, instance: LiveInstance, gpu: LiveDevice) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if not any(span.contains(instance.span) for span in part.spans):
+        yield f"{instance.uuid} is at another place of {gpu.uuid}", (instance.uuid,)
+    elif all(ask.device_class != instance.device_class for ask in part.asks):
+        yield f"{instance.uuid} is a {instance.device_class}", (instance.uuid,)
+    elif gpu.health != "healthy":
+        text, _ = _unwell(gpu)
+        yield text, (instance.uuid,)
 
 
 def _unwell(device: LiveDevice) -> tuple[str, tuple[str, ...]]:

@@ -56,6 +56,7 @@ class DeviceFacts:
     nvlink_group: int | None
     health: DeviceHealth
     health_reason: str
+    mig: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class KnownDevice:
     nvlink_group: int | None
     health: DeviceHealth
     health_reason: str
+    mig: bool = False
 
     @property
     def facts(self) -> DeviceFacts:
@@ -85,6 +87,7 @@ class KnownDevice:
             self.nvlink_group,
             self.health,
             self.health_reason,
+            self.mig,
         )
 
 
@@ -266,6 +269,7 @@ def _device(gpu: GpuFacts, slot: int, groups: Mapping[int, int], verdict: Verdic
         nvlink_group=groups.get(slot),
         health=health,
         health_reason=reason,
+        mig=gpu.mig is True,
     )
 
 
@@ -315,6 +319,7 @@ def _missing(device: KnownDevice, reason: str) -> DeviceFacts:
         nvlink_group=device.nvlink_group,
         health="missing",
         health_reason=reason,
+        mig=device.mig,
     )
 
 

@@ -117,8 +117,8 @@ def _fit_devices(
         fitting = choose_parts(node.shared, request.parts, taken)
         if fitting is None:
             return None
-        parts, (gpus, left) = fitting
-        rank = (-left, gpus) if request.strategy == "spread" else (gpus, left)
+        parts, (gpus, left, rest) = fitting
+        rank = (-left, gpus, -rest) if request.strategy == "spread" else (gpus, left, rest)
     if not request.gpus_per_node:
         return 0, parts, rank
     choice = choose_slots(free, node.groups, request.gpus_per_node, one_set=request.topology == "nvlink-all")

@@ -12,12 +12,13 @@ How GPUs spread over nodes:
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, Literal, get_args
 
 from controlplane.model.labels import InvalidLabel, parse_selector
-from controlplane.model.shares import ASKS_MAX, SLOTS_OF_A_GPU, UnknownClass, ask_for
+from controlplane.model.shares import ASKS_MAX, SLOTS_OF_A_GPU, NoSuchInstance, UnknownClass, ask_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +50,10 @@ class InvalidRequest(Exception):
         self.field = field
         self.problem = problem
         self.fix = fix
+
+
+class NotInPool(InvalidRequest):
+    """The request means something, and no GPU of this pool is or has what it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +113,17 @@ NO_PARTS: Mapping[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What the inventory says of a pool's nodes: its GPU model (None: a CPU pool), and the GPUs of its largest node."""
+    """What the inventory says of a pool's nodes.
+
+    Attributes:
+        gpu_model: None for a CPU pool.
+        gpus_per_node: of its largest node.
+        mig_units: the units of an instance for each class of MIG instances that it has, if any are asked for.
+    """
 
     gpu_model: str | None
     gpus_per_node: int
+    mig_units: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
 def resolve_request(
@@ -134,7 +146,7 @@ def resolve_request(
     """Make a user's request (totals over all nodes) into the planner's (shares of each node), within the pool's limits.
 
     Raises:
-        InvalidRequest: with the field and the fix.
+        InvalidRequest: with the field and the fix; NotInPool if another pool may have it.
     """
     _check_not_negative(gpus=gpus, vcpus=vcpus, memory_mib=memory_mib)
     if nodes is not None and not 1 <= nodes <= NODES_MAX:
@@ -159,7 +171,7 @@ def resolve_request(
         duration=_resolve_duration(duration),
         selector=_resolve_selector(selector),
         strategy=_resolve_strategy(strategy),
-        parts=_resolve_parts(parts, count),
+        parts=_resolve_parts(pool, parts, count),
     )
     check_limits(limits, request, now)
     return request
@@ -285,17 +297,26 @@ def _resolve_strategy(strategy: str) -> Strategy:
     raise InvalidRequest("strategy", f"{strategy!r} is not known", f"use {known}")
 
 
-def _resolve_parts(parts: Mapping[str, int], nodes: int) -> tuple[PartAsk, ...]:
+def _resolve_parts(pool: PoolShape, parts: Mapping[str, int], nodes: int) -> tuple[PartAsk, ...]:
     if len(parts) > ASKS_MAX:
         raise InvalidRequest("devices", f"{len(parts)} classes", f"ask for at most {ASKS_MAX}")
     try:
-        return tuple(ask_for(name, _share("devices", count, nodes)) for name, count in sorted(parts.items()))
+        return tuple(
+            ask_for(name, _share("devices", count, nodes), pool.mig_units) for name, count in sorted(parts.items())
+        )
+    except NoSuchInstance as exc:
+        there = " or ".join(sorted(pool.mig_units))
+        raise NotInPool(
+            "devices",
+            f"no GPU of this pool has a MIG instance {exc}",
+            f"ask for {there}" if there else "no GPU of it is partitioned; ask for gpu",
+        ) from None
     except UnknownClass as exc:
         slots = ", ".join(map(str, SLOTS_OF_A_GPU))
         raise InvalidRequest(
             "devices",
             f"{str(exc)!r} is no class of devices",
-            f"use gpu, or slot.1/N for a time slot; N is one of {slots}",
+            f"use gpu, mig.PROFILE as in mig.3g.40gb, or slot.1/N for a time slot; N is one of {slots}",
         ) from None
 
 

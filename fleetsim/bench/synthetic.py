@@ -360,10 +360,10 @@ def _insert_holds(
                  starts_at
           from hold
         ), held as (
-          insert into allocation (public_id, reservation_id, node_id, spans, device_uuids, state, incarnation,
+          insert into allocation (public_id, reservation_id, node_id, spans, gpus, device_uuids, state, incarnation,
                                   generation, cdi_name, created_at, bound_at, bound_envelope)
-          select h.public_id, h.reservation_id, h.node_id, h.spans::int4multirange, h.uuids::text[], 'bound', 1, 1,
-                 'bettercompute.dev/reservation=' || r.public_id, h.starts_at, h.starts_at, %(evidence)s
+          select h.public_id, h.reservation_id, h.node_id, h.spans::int4multirange, h.gpus, h.uuids::text[], 'bound',
+                 1, 1, 'bettercompute.dev/reservation=' || r.public_id, h.starts_at, h.starts_at, %(evidence)s
           from hold h join reservation r using (reservation_id)
         )
         insert into work_queue (queue, key, shard, due_at)
@@ -381,7 +381,7 @@ def count_held(tx: Tx, node_ids: Sequence[int]) -> None:
         """
         update node_capacity c set gpu_held = h.gpus, vcpu_held = h.vcpus, memory_mib_held = h.memory_mib
         from (
-          select n.node_id, coalesce(sum(cardinality(a.device_uuids)), 0) as gpus, coalesce(sum(a.vcpus), 0) as vcpus,
+          select n.node_id, coalesce(sum(a.gpus), 0) as gpus, coalesce(sum(a.vcpus), 0) as vcpus,
                  coalesce(sum(a.memory_mib), 0) as memory_mib
           from unnest(%(nodes)s::int4[]) as n (node_id)
           left join allocation a on a.node_id = n.node_id and a.released_at is null

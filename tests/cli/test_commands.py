@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
     from tests.support.command_line import CommandLine, CommandServer
+    from tests.support.golden import Golden
 
 
 def rows(text: str) -> list[list[str]]:
@@ -179,17 +180,67 @@ def test_a_gpu_is_shared_in_time_slots(server: CommandServer, bcctl: CommandLine
     ran = bcctl("devices", "unshare", "GPU-0001-7")
     assert ran.err.startswith(f"CONFLICT: device: GPU-0001-7 is booked or held ({quarter['id']}, ")
     for text, message in (
-        ("slot.1/5=1", "INVALID: devices: 'slot.1/5' is no class of devices; use gpu, or slot.1/N for a time slot; "),
-        ("mig.3g.40gb=1", "INVALID: devices: 'mig.3g.40gb' is no class of devices; "),
+        ("slot.1/5=1", "INVALID: devices: 'slot.1/5' is no class of devices; use gpu, mig.PROFILE as in mig.3g.40gb, "),
+        ("mig.3g=1", "INVALID: devices: 'mig.3g' is no class of devices; "),
+        ("mig.3g.40gb=1", "IMPOSSIBLE: devices: no GPU of this pool has a MIG instance mig.3g.40gb; no GPU of it is"),
     ):
         assert bcctl(*what, "--device", text).err.startswith(message)
-    assert "write CLASS=N, as in slot.1/4=1" in bcctl(*what, "--device", "slot.1/4").err
+    assert "write CLASS=N, as in mig.3g.40gb=1 or slot.1/4=1" in bcctl(*what, "--device", "slot.1/4").err
     ran = bcctl(*what, "--gpus", "1", "--device", "gpu=1")
     assert ran.err.startswith("INVALID: devices: gpus says the number of whole GPUs; leave one of the two out\n")
     ran = bcctl("devices", "share", "GPU-0000-0", "--slots", "5")
     assert ran.err.startswith("INVALID: time_slots: a GPU cannot be shared in 5; use 2, 3, 4, 6, 8, 12, 16, 24, 48\n")
     bcctl("devices", "share", "GPU-0000-0", "--slots", "2")
     assert bcctl("devices", "unshare", "GPU-0000-0", "--query", "time_slots").value == "1"
+
+
+def test_mig_instances_are_seen_reserved_and_counted(server: CommandServer, bcctl: CommandLine, golden: Golden) -> None:
+    server.execute("update device set mig = true where node_id = 2 and slot = 7")
+    server.execute(
+        """
+        insert into mig_instance (device_id, node_id, uuid, gpu_instance, compute_instance, profile, start_slice,
+                                  slices, span, why_not, memory_mib)
+        select device_id, node_id, 'MIG-' || gi, gi, 0, profile, start, size, span::int4range, why_not, memory
+        from device cross join (values
+          (1, '3g.40gb', 0, 4, '[336,360)', '', 40320), (7, '1g.10gb', 4, 1, '[360,366)', '', 9856),
+          (8, '2g.20gb', 6, 2, null, 'its compute instance is a part of it', 19968)
+        ) as t (gi, profile, start, size, span, why_not, memory)
+        where node_id = 2 and slot = 7
+        """
+    )
+    what = ("reserve", "--pool", "h100", "--for", "1h")
+    part = json.loads(bcctl(*what, "--device", "mig.3g.40gb=1", "--vcpus", "4", "--output", "json").value)
+    assert part["devices"] == [{"class": "mig.3g.40gb", "count": 1}]
+    assert (part["gpus"], part["state"], part["parts"][0]["gpu_uuids"]) == (0, "active", ["MIG-1"])
+    assert fields(bcctl("reservations", "get", part["id"]).value)["asked for"] == "1 x mig.3g.40gb, 4 vCPUs"
+    ran = bcctl(*what, "--device", "mig.2g.20gb=1")
+    assert ran.err.startswith(
+        "IMPOSSIBLE: devices: no GPU of this pool has a MIG instance mig.2g.20gb; ask for mig.1g.10gb or mig.3g.40gb\n"
+    )
+    ran = bcctl(*what, "--device", "mig.1g.10gb=2")
+    assert ran.err.startswith("IMPOSSIBLE: devices: needs 2 x mig.1g.10gb on one node; the most on one of this pool: 1")
+    ran = bcctl(*what, "--device", "mig.3g.40gb=1", "--no-queue")
+    assert ran.err.startswith("SOLD_OUT: needs 1 x mig.3g.40gb on one node; most free on one node: 0")
+    ran = bcctl("devices", "share", "GPU-0001-7", "--slots", "4")
+    assert ran.err.startswith("CONFLICT: device: GPU-0001-7 is in MIG mode and given out as its instances;")
+    assert rows(bcctl("devices", "list", "--node", "node-1").value)[7][5:7] == ["MIG", "3"]
+    _, instances = bcctl("devices", "get", "GPU-0001-7").value.split("\n\n")
+    _, parts = bcctl("nodes", "get", "node-1").value.split("\n\n")
+    golden.check(
+        "mig.txt", f"{instances}\n{parts}\n{bcctl('pools', 'capacity', 'h100').value}".replace(part["id"], "rsv_x")
+    )
+    capacity = json.loads(bcctl("pools", "capacity", "h100", "--output", "json").value)
+    assert (capacity["gpus"], capacity["gpus_parted"], capacity["gpus_free"], capacity["gpus_held"]) == (16, 1, 15, 0)
+    assert capacity["parts"][1] == {
+        "class": "mig.3g.40gb",
+        "total": 1,
+        "placeable": 1,
+        "held": 1,
+        "free": 0,
+        "free_max": 0,
+    }
+    board = json.loads(bcctl("status", "-o", "json").value)
+    assert [node["gpus_free"] for node in board["items"]] == [8, 7]
 
 
 def test_a_node_that_will_not_come_back(server: CommandServer, bcctl: CommandLine) -> None:

@@ -23,6 +23,8 @@ CPU_CAPACITY = {
     "kind": "cpu",
     "gpus": 0,
     "gpus_healthy": 0,
+    "gpus_parted": 0,
+    "parts": [],
     "free_sets": [],
     "gpus_placeable": 0,
     "gpus_held": 0,

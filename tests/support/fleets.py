@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -10,11 +11,11 @@ from controlplane.model.instants import to_end, to_instant
 from controlplane.model.labels import parse_selector
 from controlplane.model.nodeview import Booked, NodeView, ScalarBooked, sort_groups
 from controlplane.model.requests import NO_PARTS, PlacementRequest, Strategy, Topology
-from controlplane.model.shares import UnitsBooked, ask_for, share
-from controlplane.model.units import Span, mask_of, touched_slots, units_of
+from controlplane.model.shares import Part, UnitsBooked, ask_for, mig_class, mig_part, share, time_slot_parts
+from controlplane.model.units import Span, mask_of, mig_span, touched_slots, units_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 HORIZON = NOW + timedelta(days=90)
@@ -22,6 +23,8 @@ HORIZON = NOW + timedelta(days=90)
 PAIRS = (0, 0, 1, 1, 2, 2, 3, 3)
 SWITCH = (0,) * 8
 UNLINKED = (None,) * 8
+# Of an H100 80GB.
+MIG_UNITS = {"mig.1g.10gb": 6, "mig.1g.20gb": 12, "mig.2g.20gb": 12, "mig.3g.40gb": 24, "mig.7g.80gb": 48}
 
 
 def group_masks(group_of: Mapping[int, int | None]) -> tuple[int, ...]:
@@ -63,7 +66,7 @@ def make_request(
         duration=None if hours is None else timedelta(hours=hours),
         selector=parse_selector(selector),
         strategy=strategy,
-        parts=tuple(ask_for(name, count) for name, count in sorted(parts.items())),
+        parts=tuple(ask_for(name, count, MIG_UNITS) for name, count in sorted(parts.items())),
     )
 
 
@@ -118,24 +121,35 @@ def shut(node: NodeView, why_not: str) -> NodeView:
     return replace(node, placeable=False, why_not=why_not)
 
 
+# (profile, first memory slice, memory slices) of each instance of a GPU in MIG mode, which has eight slices
+Layout = Sequence[tuple[str, int, int]]
+
+
+def parts_of(slot: int, how: int | Layout) -> tuple[Part, ...]:
+    """The parts of a GPU that is shared in so many time slots, or has these MIG instances."""
+    if isinstance(how, int):
+        return time_slot_parts(slot, how)
+    return tuple(mig_part(mig_class(profile), mig_span(slot, start, size, 8)) for profile, start, size in how)
+
+
 def shared_node(
     node_id: int,
     groups: tuple[int | None, ...],
-    shared: Mapping[int, int],
+    shared: Mapping[int, int | Layout],
     *,
     sick: Collection[int] = (),
     taken: Iterable[tuple[Span, float, float | None]] = (),
     held: Iterable[Span] = (),
     vcpus: int = 0,
 ) -> NodeView:
-    """A node of which the GPUs in some slots are shared in so many time slots, with spans booked and held."""
+    """A node of which the GPUs in some slots are given out in parts, with spans booked and held."""
     node = make_node(node_id, groups, sick=sick, vcpus=vcpus)
     whole = ~mask_of(shared)
     spans, holds = list(taken), list(held)
     bookings = [Booked(touched_slots([span]), *hours(start, end)) for span, start, end in spans]
     units = [UnitsBooked(units_of([span]), *hours(start, end)) for span, start, end in spans]
-    healthy = {slot: slots for slot, slots in shared.items() if slot not in sick}
-    out = {slot: slots for slot, slots in shared.items() if slot in sick}
+    healthy = [part for slot, how in sorted(shared.items()) if slot not in sick for part in parts_of(slot, how)]
+    out = [part for slot, how in sorted(shared.items()) if slot in sick for part in parts_of(slot, how)]
     return replace(
         node,
         present=node.present & whole,

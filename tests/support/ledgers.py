@@ -305,26 +305,29 @@ select count(*) from reservation r where r.state = 'active' and r.nodes <> (
 WRONG_COUNTERS = """
 select c.node_id, c.gpu_held, c.vcpu_held, c.memory_mib_held, held.* from node_capacity c
 cross join lateral (
-  select coalesce(sum(cardinality(device_uuids)), 0) as gpus, coalesce(sum(vcpus), 0) as vcpus,
+  select coalesce(sum(gpus), 0) as gpus, coalesce(sum(vcpus), 0) as vcpus,
          coalesce(sum(memory_mib), 0) as memory_mib
   from allocation a where a.node_id = c.node_id and a.released_at is null) held
 where (c.gpu_held, c.vcpu_held, c.memory_mib_held) is distinct from (held.gpus, held.vcpus, held.memory_mib)
 """
 WRONG_GPU_COUNTERS = """
-select c.node_id, c.gpu_total, c.gpu_healthy, c.gpu_free, g.* from node_capacity c
+select c.node_id, c.gpu_total, c.gpu_healthy, c.gpu_parted, c.gpu_free, g.* from node_capacity c
 cross join lateral (
-  select count(*) as total, count(*) filter (where sound) as healthy, count(*) filter (where sound and not held) as free
+  select count(*) as total, count(*) filter (where sound) as healthy,
+         count(*) filter (where sound and parted) as parted,
+         count(*) filter (where sound and not parted and not held) as free
   from (
-    select health = 'healthy' as sound, exists (
+    select health = 'healthy' as sound, time_slots > 1 or mig as parted, exists (
              select from allocation a where a.node_id = c.node_id and a.released_at is null
                and a.spans && int4range(slot * 48, slot * 48 + 48)) as held
     from device where node_id = c.node_id and retired_at is null) d) g
-where (c.gpu_total, c.gpu_healthy, c.gpu_free) is distinct from (g.total, g.healthy, g.free)
+where (c.gpu_total, c.gpu_healthy, c.gpu_parted, c.gpu_free) is distinct from (g.total, g.healthy, g.parted, g.free)
 """
 WRONG_QUOTAS = """
 select q.quota_id, q.gpus_used, used.* from quota q cross join lateral (
   select coalesce(sum(r.gpus_per_node * r.nodes + ceil(r.nodes / 48.0 * coalesce((
-           select sum(split_part(p, '=', 2)::int4 * 48 / substring(p from '/([0-9]+)=')::int4)
+           select sum(split_part(p, '=', 2)::int4 * case when p ^@ 'mig.' then substring(p from '/([0-9]+)=')::int4
+                                               else 48 / substring(p from '/([0-9]+)=')::int4 end)
            from unnest(r.parts) p), 0))), 0) as gpus,
          coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus
   from reservation r where r.state in ('placed', 'binding', 'active', 'releasing')

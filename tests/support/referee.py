@@ -84,7 +84,9 @@ RULES: tuple[Rule, ...] = (
         where b.live and not r.whole_node
         group by b.booking_id, r.reservation_id
         having coalesce(sum(upper(u) - lower(u)), 0) <> 48 * r.gpus_per_node
-                 + coalesce((select sum(split_part(p, '=', 2)::int4 * 48 / substring(p from '/([0-9]+)=')::int4)
+                 + coalesce((select sum(split_part(p, '=', 2)::int4
+                                        * case when p ^@ 'mig.' then substring(p from '/([0-9]+)=')::int4
+                                               else 48 / substring(p from '/([0-9]+)=')::int4 end)
                              from unnest(r.parts) p), 0)
             or (b.vcpus, b.memory_mib) <> (r.vcpus_per_node, r.memory_mib_per_node)
         """,
@@ -140,6 +142,8 @@ RULES: tuple[Rule, ...] = (
         select format('%s: %s is not in its spans on node %s', a.public_id, gpu, a.node_id)
         from allocation a, unnest(a.device_uuids) gpu
         where a.released_at is null and not exists (
+          select from mig_instance m where m.uuid = gpu and m.node_id = a.node_id and m.span <@ a.spans
+          union all
           select from device d, unnest(a.spans) u
           where d.uuid = gpu and d.node_id = a.node_id
             and case when d.time_slots > 1 then u && int4range(48 * d.slot, 48 * (d.slot + 1))
@@ -202,12 +206,12 @@ RULES: tuple[Rule, ...] = (
         from node_capacity c
         cross join lateral (
           select count(*) as gpus, count(*) filter (where health = 'healthy') as healthy,
-                 count(*) filter (where health = 'healthy' and not exists (
+                 count(*) filter (where health = 'healthy' and time_slots = 1 and not mig and not exists (
                    select from allocation a where a.node_id = c.node_id and a.released_at is null
                      and a.spans && int4range(slot * 48, slot * 48 + 48))) as free
           from device where node_id = c.node_id and retired_at is null) d
         cross join lateral (
-          select coalesce(sum(cardinality(device_uuids)), 0) as gpus, coalesce(sum(vcpus), 0) as vcpus,
+          select coalesce(sum(gpus), 0) as gpus, coalesce(sum(vcpus), 0) as vcpus,
                  coalesce(sum(memory_mib), 0) as memory_mib
           from allocation where node_id = c.node_id and released_at is null) a
         where (c.gpu_total, c.gpu_healthy, c.gpu_free, c.gpu_held, c.vcpu_held, c.memory_mib_held)
@@ -227,7 +231,9 @@ RULES: tuple[Rule, ...] = (
         from quota q cross join lateral (
           select coalesce(sum(r.gpus_per_node * r.nodes + ceil(r.nodes
                    / 48.0 * coalesce((
-                     select sum(split_part(p, '=', 2)::int4 * 48 / substring(p from '/([0-9]+)=')::int4)
+                     select sum(split_part(p, '=', 2)::int4
+                                * case when p ^@ 'mig.' then substring(p from '/([0-9]+)=')::int4
+                                       else 48 / substring(p from '/([0-9]+)=')::int4 end)
                      from unnest(r.parts) p), 0))), 0) as gpus,
                  coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus,
                  coalesce(sum(r.memory_mib_per_node * r.nodes), 0) as memory_mib

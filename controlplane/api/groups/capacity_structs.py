@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from controlplane.db import rollups
 
 
@@ -15,6 +17,17 @@ class FreeSet(msgspec.Struct, frozen=True, kw_only=True):
 
     gpus: int
     nodes: int
+
+
+class PartCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of one class that GPUs are given out as: MIG instances of a profile, or time slots."""
+
+    device_class: str = msgspec.field(name="class")
+    total: int
+    placeable: Annotated[int, msgspec.Meta(description="Of healthy GPUs of placeable nodes.")]
+    held: int
+    free: Annotated[int, msgspec.Meta(description="Those of `placeable` that nobody holds.")]
+    free_max: Annotated[int, msgspec.Meta(description="The most that one node has free.")]
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,12 +45,18 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     nodes_cordoned: int
     gpus: int
     gpus_healthy: int
-    gpus_placeable: Annotated[int, msgspec.Meta(description="The healthy ones of placeable nodes.")]
-    gpus_held: int
+    gpus_parted: Annotated[
+        int, msgspec.Meta(description="Healthy ones that are not given out whole: in MIG mode, or shared.")
+    ]
+    gpus_placeable: Annotated[int, msgspec.Meta(description="The healthy whole ones of placeable nodes.")]
+    gpus_held: Annotated[int, msgspec.Meta(description="Whole ones.")]
     gpus_free: Annotated[int, msgspec.Meta(description="Those of `gpus_placeable` that nobody holds.")]
     gpus_free_max: Annotated[int, msgspec.Meta(description="The most that one node has free.")]
     free_sets: Annotated[
         list[FreeSet], msgspec.Meta(description="How many placeable nodes have how many GPUs free, the most first.")
+    ]
+    parts: Annotated[
+        list[PartCapacity], msgspec.Meta(description="What the GPUs that are not given out whole are given out as.")
     ]
     vcpus: int
     vcpus_placeable: int
@@ -73,14 +92,30 @@ def capacity_fields(found: rollups.Capacity) -> dict[str, Any]:
         "nodes_cordoned": found.nodes["cordoned"],
         **_amount("gpus", found.gpus),
         "gpus_healthy": found.gpus_healthy,
+        "gpus_parted": found.gpus_parted,
         "free_sets": [
             FreeSet(gpus=gpus, nodes=nodes)
             for gpus, nodes in sorted(found.free_sets.items(), reverse=True)
             if found.gpus.total
         ],
+        "parts": show_parts(found.parts),
         **_amount("vcpus", found.vcpus),
         **_amount("memory_mib", found.memory_mib),
     }
+
+
+def show_parts(parts: Mapping[str, rollups.Amount]) -> list[PartCapacity]:
+    return [
+        PartCapacity(
+            device_class=device_class,
+            total=amount.total,
+            placeable=amount.placeable,
+            held=amount.held,
+            free=amount.free,
+            free_max=amount.free_max,
+        )
+        for device_class, amount in sorted(parts.items())
+    ]
 
 
 def _amount(name: str, amount: rollups.Amount) -> dict[str, int]:

@@ -28,6 +28,18 @@ USERS_SHOWN = 5
 Health = Literal["healthy", "suspect", "unhealthy", "missing"]
 
 
+class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """A MIG instance of a GPU. What has a reason in `why_not` is given to nobody."""
+
+    uuid: str
+    profile: str
+    start: Annotated[int | None, msgspec.Meta(description="The first of the GPU's memory slices that it has.")]
+    size: Annotated[int | None, msgspec.Meta(description="How many memory slices it has.")]
+    memory_mib: int
+    held_by: str | None
+    why_not: str
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU. Only a healthy one is given to anybody; one that is held stays held whatever its health."""
 
@@ -46,6 +58,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     health_reason: str
     held_by: Annotated[str | None, msgspec.Meta(description="The reservation that holds it, or a part of it, now.")]
     time_slots: Annotated[int, msgspec.Meta(description="Into how many it is shared; 1 if it is given out whole.")]
+    mig: Annotated[bool, msgspec.Meta(description="In MIG mode: given out as its instances, and not whole.")]
+    mig_instances: list[MigInstance]
     created_at: Instant
     retired_at: Instant | None
 
@@ -84,6 +98,8 @@ def _shown(row: DeviceRow) -> Device:
         health_reason=row.health_reason,
         held_by=row.held_by,
         time_slots=row.time_slots,
+        mig=row.mig,
+        mig_instances=msgspec.convert(row.instances, list[MigInstance]),
         created_at=row.created_at,
         retired_at=row.retired_at,
     )
@@ -123,6 +139,10 @@ def _share(tx: Tx, _: Call, typed: ShareDevice, target: Target[DeviceRow]) -> Ou
     row = devices.lock_device(tx, target.row.device_id)
     if node is None or row is None:
         raise Conflict(f"device: {target.row.uuid} is no longer on {target.row.node_name}", field="device")
+    if row.mig and typed.time_slots > 1:
+        raise Conflict(
+            f"device: {row.uuid} is in MIG mode and given out as its instances; turn MIG off", field="device"
+        )
     if row.time_slots != typed.time_slots:
         users = devices.load_users(tx, row.device_id, limit=USERS_SHOWN)
         if users:

@@ -6,7 +6,7 @@ should be changes nothing and succeeds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -22,8 +22,9 @@ from controlplane.api.calls import (
     Target,
 )
 from controlplane.api.cursors import after, make_page
-from controlplane.api.fields import Instant, NodeName, Ref
-from controlplane.db import certificates, maintenance, node_views, nodes, places
+from controlplane.api.fields import NodeName, Ref
+from controlplane.api.groups.node_structs import NO_PARTS, Node, show_node
+from controlplane.db import certificates, maintenance, node_views, nodes, places, rollups
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
 from controlplane.errors import Conflict, Invalid
@@ -39,57 +40,6 @@ if TYPE_CHECKING:
     from controlplane.db.tx import Tx
 
 Reason = Annotated[str, msgspec.Meta(max_length=500, description="For people: shown with the node, and audited.")]
-
-
-class NodeCondition(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding about a node, or about the GPU in one of its slots; `slot` is null for the node itself."""
-
-    slot: int | None
-    kind: str
-    severity: str
-    reason: str
-    detail: str
-    since: Instant
-
-
-class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that runs bcd, with what it has and what is held of it now."""
-
-    id: str
-    name: str
-    site: str
-    pool: str
-    provision_state: ProvisionState
-    connectivity: Connectivity
-    connectivity_at: Annotated[Instant, msgspec.Meta(description="Since when.")]
-    last_seen_s: Annotated[
-        float | None, msgspec.Meta(description="Seconds since the last sign of life; null before the first session.")
-    ]
-    placeable: Annotated[bool, msgspec.Meta(description="Adopted, connected, not cordoned, not draining.")]
-    cordoned: bool
-    draining: bool
-    cordon_reason: str
-    quarantine_reason: str
-    gpus: int
-    gpus_held: int
-    vcpus: int
-    vcpus_held: int
-    memory_mib: int
-    memory_mib_held: int
-    agent_version: str
-    boot_id: str
-    session_epoch: int
-    session_open: bool
-    gateway: str
-    spec_generation: Annotated[int, msgspec.Meta(description="The newest desired state that was written.")]
-    observed_generation: Annotated[int, msgspec.Meta(description="The newest that the node has acted on.")]
-    authorized: Annotated[bool, msgspec.Meta(description="Whether its certificate may still be used.")]
-    certificate_not_after: Instant | None
-    conditions: list[NodeCondition]
-    labels: dict[str, str]
-    created_at: Instant
-    adopted_at: Instant | None
-    decommissioned_at: Instant | None
 
 
 class NodeRef(Input, frozen=True, kw_only=True):
@@ -146,51 +96,9 @@ class Gone(msgspec.Struct, frozen=True, kw_only=True):
 # --- reading ---------------------------------------------------------------------------------
 
 
-def _shown(row: NodeRow) -> Node:
-    return Node(
-        id=row.public_id,
-        name=row.name,
-        site=row.site_slug,
-        pool=row.pool_slug,
-        provision_state=cast("ProvisionState", row.provision_state),
-        connectivity=cast("Connectivity", row.connectivity),
-        connectivity_at=row.connectivity_at,
-        last_seen_s=None if row.last_seen_s is None else round(row.last_seen_s, 1),
-        placeable=row.placeable,
-        cordoned=row.cordoned,
-        draining=row.draining,
-        cordon_reason=row.cordon_reason,
-        quarantine_reason=row.quarantine_reason,
-        gpus=row.gpus_total,
-        gpus_held=row.gpus_held,
-        vcpus=row.vcpus_total,
-        vcpus_held=row.vcpus_held,
-        memory_mib=row.memory_mib_total,
-        memory_mib_held=row.memory_mib_held,
-        agent_version=row.agent_version,
-        boot_id=row.boot_id,
-        session_epoch=row.session_epoch,
-        session_open=row.session_open,
-        gateway=row.gateway_id,
-        spec_generation=row.spec_generation,
-        observed_generation=row.observed_generation,
-        authorized=row.authorized,
-        certificate_not_after=row.certificate_not_after,
-        conditions=[
-            msgspec.convert(
-                {**found, "slot": None if found["slot"] == nodes.NODE_SLOT else found["slot"]}, NodeCondition
-            )
-            for found in row.conditions
-        ],
-        labels=row.labels,
-        created_at=row.created_at,
-        adopted_at=row.adopted_at,
-        decommissioned_at=row.decommissioned_at,
-    )
-
-
 def _show(tx: Tx, call: Call, public_id: str) -> Node:
-    return _shown(resolve.find_node(tx, call, public_id))
+    row = resolve.find_node(tx, call, public_id)
+    return show_node(row, rollups.load_node_parts(tx, [row.node_id]).get(row.node_id, NO_PARTS))
 
 
 def _get(tx: Tx, call: Call, typed: NodeRef) -> Node:
@@ -207,7 +115,14 @@ def _list(tx: Tx, call: Call, typed: ListNodes) -> Page[Node]:
         after=after("nodes", typed.cursor),
         limit=typed.limit + 1,
     )
-    return make_page("nodes", rows, typed.limit, item=_shown, keys=lambda row: (row.node_id,))
+    parts = rollups.load_node_parts(tx, [row.node_id for row in rows])
+    return make_page(
+        "nodes",
+        rows,
+        typed.limit,
+        item=lambda row: show_node(row, parts.get(row.node_id, NO_PARTS)),
+        keys=lambda row: (row.node_id,),
+    )
 
 
 # --- acts ------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controlplane.api import resolve
+from controlplane.db.devices import load_mig_units
 from controlplane.db.reservations import NewReservation
-from controlplane.errors import Invalid
+from controlplane.errors import Impossible, Invalid
 from controlplane.model.labels import write_selector
-from controlplane.model.requests import InvalidRequest, PoolShape, resolve_request
-from controlplane.model.shares import write_parts
+from controlplane.model.requests import InvalidRequest, NotInPool, PoolShape, resolve_request
+from controlplane.model.shares import NO_MIG, write_parts
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -35,7 +36,7 @@ class Resolved:
 
 
 def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, duration_s: int | None) -> Resolved:
-    """What the input means in this window. Raises Invalid, NotFound."""
+    """What the input means in this window. Raises Invalid, Impossible, NotFound."""
     if asked.offering is None:
         if asked.pool is None:
             raise Invalid("pool: is missing; name a pool, or an offering", field="pool")
@@ -52,9 +53,11 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
     if duration_s is not None and duration_s <= 0:
         raise Invalid(f"duration_s: {duration_s} is not a time; ask for at least 1 second", field="duration_s")
     found = resolve.find_asked(tx, call, pool, gpus=_share(gpus or 0, asked))
+    wants_mig = any(name.startswith("mig.") for name in parts)
+    mig_units = load_mig_units(tx, found.pool_id) if wants_mig else NO_MIG
     try:
         request = resolve_request(
-            PoolShape(found.gpu_model, found.gpus_per_node),
+            PoolShape(found.gpu_model, found.gpus_per_node, mig_units),
             found.now,
             gpus=gpus,
             nodes=asked.nodes,
@@ -69,6 +72,8 @@ def resolve_asked(tx: Tx, call: Call, asked: What, *, start: datetime | None, du
             strategy=asked.strategy,
             parts=parts,
         )
+    except NotInPool as exc:
+        raise Impossible(str(exc), field=exc.field) from exc
     except InvalidRequest as exc:
         raise as_invalid(exc) from exc
     return Resolved(found, offering, request)

@@ -36,7 +36,12 @@ class DeviceAsked(msgspec.Struct, frozen=True, kw_only=True):
     """So many devices of a class, over all nodes."""
 
     device_class: Annotated[
-        str, msgspec.Meta(max_length=64, description="`gpu`, or `slot.1/4` for a quarter of a shared GPU's time.")
+        str,
+        msgspec.Meta(
+            max_length=64,
+            description="`gpu`, `mig.3g.40gb` for a MIG instance of that profile, `slot.1/4` for a quarter of a shared"
+            " GPU's time.",
+        ),
     ] = msgspec.field(name="class")
     count: Annotated[int, msgspec.Meta(ge=1, le=AMOUNT_MAX)]
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from controlplane.cli.amounts import show_memory
 from controlplane.cli.options import NounGroup, given, list_options, pass_session
-from controlplane.cli.render import Column
+from controlplane.cli.render import Column, render_table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from controlplane.cli.session import Session
+
+
+def _shared(device: Mapping[str, Any]) -> str:
+    """How it is given out if not whole: as its MIG instances (how many), or in time slots."""
+    if device["mig"]:
+        return f"MIG {len(device['mig_instances'])}"
+    return f"1/{device['time_slots']}" if device["time_slots"] > 1 else ""
+
 
 COLUMNS = (
     Column("node", "node_name"),
@@ -18,10 +29,27 @@ COLUMNS = (
     Column("uuid", "uuid"),
     Column("model", "model", shrinks=True, drops=2),
     Column("health", "health"),
-    Column("shared", lambda device: f"1/{device['time_slots']}" if device["time_slots"] > 1 else "", drops=1),
+    Column("shared", _shared, drops=1),
     Column("held by", "held_by", drops=1),
     Column("note", lambda device: device["health_reason"], shrinks=True, drops=3),
 )
+
+
+INSTANCE_COLUMNS = (
+    Column("class", lambda instance: f"mig.{instance['profile']}" if instance["profile"] else ""),
+    Column("slices", lambda instance: show_slices(instance["start"], instance["size"]), right=True),
+    Column("memory", lambda instance: show_memory(instance["memory_mib"]), right=True),
+    Column("held by", "held_by"),
+    Column("uuid", "uuid"),
+    Column("note", "why_not", shrinks=True),
+)
+
+
+def show_slices(start: int | None, size: int | None) -> str:
+    """Which memory slices of its GPU an instance has."""
+    if start is None or size is None:
+        return ""
+    return f"{start}" if size == 1 else f"{start}-{start + size - 1}"
 
 
 @click.group("devices", cls=NounGroup)
@@ -45,8 +73,12 @@ def list_(session: Session, *, node: str | None, pool: str | None, health: str |
 @click.argument("device")
 @pass_session
 def get(session: Session, *, device: str) -> None:
-    """Look at one GPU, by its id or UUID."""
-    session.show(session.read("devices/get", {"device": device}))
+    """Look at one GPU and its MIG instances, by its id or UUID."""
+    found = session.read("devices/get", {"device": device})
+    session.show(found, skip=["mig_instances"])
+    if session.plain and found["mig_instances"]:
+        click.echo()
+        click.echo(render_table(found["mig_instances"], INSTANCE_COLUMNS, width=session.width, color=session.color))
 
 
 @command.command("share")

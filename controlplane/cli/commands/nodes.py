@@ -36,6 +36,12 @@ COLUMNS = (
     Column("note", _note, shrinks=True, drops=3),
     Column("id", "id", drops=5),
 )
+PART_COLUMNS = (
+    Column("class", "class"),
+    Column("free", "free", right=True),
+    Column("held", "held", right=True),
+    Column("total", "total", right=True),
+)
 CONDITION_COLUMNS = (
     Column("condition", "kind"),
     Column("gpu", "slot", right=True),
@@ -80,7 +86,10 @@ def get(session: Session, *, node: str) -> None:
 
 
 def _show(session: Session, node: JsonObject) -> None:
-    session.show(node, skip=["conditions"])
+    session.show(node, skip=["conditions", "parts"])
+    if session.plain and node["parts"]:
+        click.echo()
+        click.echo(render_table(node["parts"], PART_COLUMNS, width=session.width, color=session.color))
     conditions: list[Mapping[str, Any]] = node["conditions"]
     if session.plain and conditions:
         click.echo()

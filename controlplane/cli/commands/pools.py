@@ -11,7 +11,7 @@ from controlplane.cli.options import DURATION, NounGroup, given, list_options, p
 from controlplane.cli.render import NOTHING, Column, free, held, render_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from controlplane.cli.session import Session
 
@@ -75,17 +75,32 @@ def capacity_pairs(pool: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if pool["kind"] == "gpu":
         unhealthy = pool["gpus"] - pool["gpus_healthy"]
+        less = [
+            f"{count} {word}" for count, word in ((pool["gpus_parted"], "in parts"), (unhealthy, "unhealthy")) if count
+        ]
         pairs += [
-            ("gpus", _amounts(pool, "gpus", str) + (f", {unhealthy} unhealthy" if unhealthy else "")),
+            ("gpus", ", ".join([_amounts(pool, "gpus", str), *less])),
             (
                 "free sets",
                 ", ".join(f"{one['gpus']} on {_nodes(one['nodes'])}" for one in pool["free_sets"]) or NOTHING,
             ),
+            *part_pairs(pool["parts"]),
         ]
     return [
         *pairs,
         ("vcpus", _amounts(pool, "vcpus", str)),
         ("memory", _amounts(pool, "memory_mib", show_memory)),
+    ]
+
+
+def part_pairs(parts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The classes of parts that GPUs are given out as."""
+    return [
+        (
+            part["class"],
+            f"{part['free']} free, at most {part['free_max']} on one node; {part['held']} of {part['total']} held",
+        )
+        for part in parts
     ]
 
 

@@ -28,7 +28,8 @@ WHAT = (
         "devices",
         multiple=True,
         metavar="CLASS=N",
-        help="Devices of a class, over all nodes: slot.1/4=1 is a quarter of a shared GPU's time; may be repeated.",
+        help="Devices of a class, over all nodes: mig.3g.40gb=1 is a MIG instance, slot.1/4=1 a quarter of a shared"
+        " GPU's time; may be repeated.",
     ),
     click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs, over all nodes."),
     click.option(
@@ -125,7 +126,7 @@ def what_asked(
 def _device(text: str) -> dict[str, object]:
     name, _, count = text.partition("=")
     if not (name and count.isdecimal() and int(count)):
-        raise click.UsageError(f"--device {text}: write CLASS=N, as in slot.1/4=1")
+        raise click.UsageError(f"--device {text}: write CLASS=N, as in mig.3g.40gb=1 or slot.1/4=1")
     return {"class": name, "count": int(count)}
 
 

@@ -96,12 +96,21 @@ async def test_a_sound_ledger_has_no_findings(dsn: Dsn) -> None:
         (
             "capacity.device_counts.drift",
             ("update node_capacity set gpu_total = 9 where node_id = 1",),
-            "node node-0: counts 9 GPUs, 8 healthy; has 8, 8",
+            "node node-0: counts 9 GPUs, 8 healthy, 0 in parts; has 8, 8, 0",
+        ),
+        (
+            "capacity.mig.drift",
+            (
+                "insert into mig_instance (device_id, node_id, uuid, gpu_instance, compute_instance, profile,"
+                " start_slice, slices, span) select device_id, node_id, 'MIG-a', 1, 0, '3g.40gb', 0, 4, '[0,24)'"
+                " from device where node_id = 1 and slot = 0",
+            ),
+            "node node-0: MIG-a at [0,24) of GPU-0000-0 in slot 0",
         ),
         (
             "capacity.device_counts.drift",
             ("update node_capacity set gpu_healthy = 7 where node_id = 1",),
-            "node node-0: counts 8 GPUs, 7 healthy; has 8, 8",
+            "node node-0: counts 8 GPUs, 7 healthy, 0 in parts; has 8, 8, 0",
         ),
         (
             "capacity.free.drift",
@@ -193,7 +202,7 @@ async def test_examples_are_few_and_the_count_is_whole(dsn: Dsn) -> None:
         found = await fleet.run(checks.find_device_count_drift)
         assert (found.count, len(found.examples)) == (7, checks.EXAMPLES_MAX)
         check = doctor._apply(LEDGER_RULES["capacity.device_counts.drift"], found)
-        assert check.detail.startswith("7: node node-0: counts 9 GPUs, 8 healthy; has 8, 8; ")
+        assert check.detail.startswith("7: node node-0: counts 9 GPUs, 8 healthy, 0 in parts; has 8, 8, 0; ")
         assert check.detail.endswith("; and 2 more")
 
 

@@ -119,8 +119,8 @@ async def test_a_change_of_devices_waits_for_the_node_and_sees_what_was_held_mea
             placer.execute(
                 """
                 insert into allocation
-                  (public_id, reservation_id, node_id, spans, device_uuids, incarnation, generation)
-                values ('alloc_a', 1, 1, '{[0,48)}', '{GPU-0000-0}', 1, 1)
+                  (public_id, reservation_id, node_id, spans, gpus, device_uuids, incarnation, generation)
+                values ('alloc_a', 1, 1, '{[0,48)}', 1, '{GPU-0000-0}', 1, 1)
                 """
             )
             placer.execute("update node_capacity set gpu_held = 1 where node_id = 1")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controlplane.db.tx import Tx
-    from tests.support.machines import Machine
+    from tests.support.machines import Fleet, Machine
     from tests.support.postgres import Dsn
 
 
@@ -292,6 +292,99 @@ async def test_a_replaced_gpu_takes_the_slot_and_is_checked(dsn: Dsn, tmp_path: 
         assert state_of(fleet, machine) == ("adopted", "")
         assert conditions(fleet, machine) == []
         assert fleet.execute("select gpu_total, gpu_held from node_capacity") == [(8, 8)]
+
+
+async def look_again(fleet: Fleet, machine: Machine) -> None:
+    fleet.advance(60)
+    await fleet.send_inventory(machine)
+    await run_step(fleet, machine)
+
+
+MIG_ROWS = """
+select d.slot, m.profile, m.span::text, m.why_not from mig_instance m join device d using (device_id)
+where m.retired_at is null order by d.slot, m.gpu_instance
+"""
+
+
+async def test_a_mig_layout_is_followed_and_what_is_held_of_it_stays_held(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_fleet(dsn, tmp_path) as fleet:
+        machine = make_machine()
+        machine.gpus.set_mig(7, [("3g.40gb", 0, 4), ("1g.10gb+me", 6, 1)])
+        await adopt(fleet, machine)
+        assert fleet.execute(MIG_ROWS) == [(7, "3g.40gb", "[336,360)", ""), (7, "1g.10gb+me", "[372,378)", "")]
+        assert fleet.execute("select gpu_total, gpu_parted, gpu_free from node_capacity") == [(8, 1, 7)]
+        held = await reserve(fleet, 7)
+        # the operator partitions a GPU that somebody holds, and joins the parts of another
+        machine.gpus.set_mig(0, [])
+        machine.gpus.set_mig(7, None)
+        await look_again(fleet, machine)
+        assert fleet.execute(MIG_ROWS) == []
+        assert fleet.execute("select gpu_total, gpu_parted, gpu_held, gpu_free from node_capacity") == [(8, 1, 7, 1)]
+        assert conditions(fleet, machine) == [(0, "mig_unbookable")]
+        after = await reload(fleet, held)
+        assert (after.state, after.conditions) == ("binding", ["impaired"])
+        assert after.impaired_reason.endswith("is in MIG mode")
+        assert state_of(fleet, machine) == ("adopted", ""), "a layout is no reason to accept a machine again"
+        machine.gpus.set_mig(0, None)
+        await look_again(fleet, machine)
+        assert conditions(fleet, machine) == []
+        assert (await reload(fleet, held)).conditions == []
+        assert fleet.execute("select released_at from allocation") == [(None,)]
+
+
+async def test_instances_go_with_a_gpu_that_is_replaced_and_stay_with_one_that_is_missing(
+    dsn: Dsn, tmp_path: Path
+) -> None:
+    async with open_fleet(dsn, tmp_path) as fleet:
+        machine = make_machine()
+        lost = machine.gpus.set_mig(2, [("3g.40gb", 4, 4)])
+        machine.gpus.set_mig(3, [("3g.40gb", 0, 4)])
+        await adopt(fleet, machine)
+        machine.gpus.lost.add(lost.uuid)
+        machine.gpus.replace_gpu(3)
+        await look_again(fleet, machine)
+        assert fleet.execute(MIG_ROWS) == [(2, "3g.40gb", "[120,144)", "")]
+        assert fleet.execute("select mig from device where slot = 3 and retired_at is null") == [(False,)]
+        machine.gpus.lost.clear()
+        await look_again(fleet, machine)
+        assert fleet.execute("select count(*) from mig_instance") == [(2,)], "it is the one that was there"
+
+
+async def test_what_cannot_be_given_out_of_a_layout_is_told_with_the_reason(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_fleet(dsn, tmp_path) as fleet:
+        machine = await adopt(fleet, make_machine())
+        machine.gpus.set_mig(1, [("3g.40gb", 0, 4), ("2g.20gb", 4, 2)])
+        inventory = await machine.gpus.probe()
+        gpus = list(inventory.gpus)
+        first, second = gpus[1].mig_instances
+        part = msgspec.structs.replace(first, whole=False)
+        other = msgspec.structs.replace(part, uuid="MIG-other", compute_instance=1)
+        gpus[1] = msgspec.structs.replace(gpus[1], mig_instances=(part, other, second))
+        fleet.advance(60)
+        fleet.store_inventory(machine, msgspec.structs.replace(inventory, gpus=tuple(gpus)))
+        await run_step(fleet, machine)
+        why = "it has 2 compute instances; one that is all of it can be given out"
+        assert fleet.execute(MIG_ROWS) == [
+            *[(1, "3g.40gb", None, why)] * 2,
+            (1, "2g.20gb", "[72,84)", ""),
+        ]
+        reason = f"{gpus[1].uuid}: GPU instance 1 (3g.40gb): {why}"
+        assert fleet.execute("select kind, severity, reason from node_condition") == [
+            ("mig_unbookable", "warning", reason)
+        ]
+
+
+async def test_a_layout_that_no_driver_reports_changes_nothing(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_fleet(dsn, tmp_path) as fleet:
+        machine = make_machine()
+        machine.gpus.set_mig(7, [("3g.40gb", 0, 4)])
+        await adopt(fleet, machine)
+        machine.gpus.set_mig(7, [("3g.40gb", 0, 4), ("4g.40gb", 2, 4)])
+        await look_again(fleet, machine)
+        assert conditions(fleet, machine) == [(-1, "inventory_bad")]
+        ((reason,),) = fleet.execute("select reason from node_condition")
+        assert reason.endswith("has GPU instances 1 and 2 on the same memory slices")
+        assert fleet.execute(MIG_ROWS) == [(7, "3g.40gb", "[336,360)", "")]
 
 
 async def test_a_rejoin_keeps_holds(dsn: Dsn, tmp_path: Path) -> None:

@@ -14,9 +14,21 @@ from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan, Plan, plan_placement
 from controlplane.model.refusals import PendingReason, why_impossible
 from controlplane.model.requests import InvalidRequest, PoolShape, resolve_request
-from controlplane.model.shares import UnknownClass, ask_for, charged_gpus, parse_parts, write_parts
-from controlplane.model.units import Span, slot_span, time_slot_span, touched_slots
-from tests.support.fleets import HORIZON, NOW, SWITCH, UNLINKED, at, make_node, make_request, shared_node
+from controlplane.model.shares import UnknownClass, ask_for, charged_gpus, mig_class, parse_parts, write_parts
+from controlplane.model.units import Span, slot_span, touched_slots
+from tests.support.fleets import (
+    HORIZON,
+    MIG_UNITS,
+    NOW,
+    SWITCH,
+    UNLINKED,
+    Layout,
+    at,
+    make_node,
+    make_request,
+    parts_of,
+    shared_node,
+)
 
 if TYPE_CHECKING:
     from controlplane.model.nodeview import NodeView
@@ -65,6 +77,72 @@ def test_whole_gpus_parts_and_vcpus_are_on_one_node() -> None:
     assert plan.parts[0].slots == (0, 1, 2, 3)
 
 
+THREES: Layout = (("3g.40gb", 0, 4), ("3g.40gb", 4, 4))
+MIXED: Layout = (("3g.40gb", 0, 4), ("2g.20gb", 4, 2), ("1g.10gb", 6, 1))
+ONES: Layout = tuple(("1g.10gb", i, 1) for i in range(7))
+
+
+def test_a_mig_gpu_is_given_out_as_its_instances_and_not_whole() -> None:
+    node = shared_node(1, SWITCH, {7: THREES})
+    assert spans(plan_placement(make_request(parts={"mig.3g.40gb": 1}), [node], NOW, None)) == [(1, 336, 360)]
+    assert spans(plan_placement(make_request(parts={"mig.3g.40gb": 2}), [node], NOW, None)) == [(1, 336, 384)]
+    assert isinstance(plan_placement(make_request(7), [node], NOW, None), Plan)
+    for refused in (make_request(8), make_request(7, whole_node=True), make_request(8, whole_node=True)):
+        assert isinstance(plan_placement(refused, [node], NOW, None), NoPlan)
+        assert why_impossible(refused, [node]) is not None
+    empty = shared_node(2, SWITCH, {7: ()})
+    assert isinstance(plan_placement(make_request(7, whole_node=True), [empty], NOW, None), NoPlan)
+
+
+def test_instances_are_taken_of_the_gpu_that_has_least_left() -> None:
+    whole, partly = shared_node(1, UNLINKED[:2], {0: THREES, 1: MIXED}), {0: THREES, 1: MIXED}
+    assert spans(plan_placement(make_request(parts={"mig.3g.40gb": 1}), [whole], NOW, None)) == [(1, 48, 72)]
+    used = shared_node(2, UNLINKED[:2], partly, taken=[(Span(0, 24), -1, None)])
+    assert spans(plan_placement(make_request(parts={"mig.3g.40gb": 1}), [used], NOW, None)) == [(2, 24, 48)]
+    # of two nodes that have as many left, the one with less left on the GPU
+    nodes = [shared_node(1, UNLINKED[:1], {0: MIXED}), shared_node(2, UNLINKED[:1], {0: MIXED[:2]})]
+    for placer in (PoolIndex(nodes).plan, lambda request, now, horizon: plan_placement(request, nodes, now, horizon)):
+        assert spans(placer(make_request(parts={"mig.2g.20gb": 1}), NOW, None)) == [(2, 24, 36)]
+
+
+def test_instances_of_two_profiles_are_on_one_gpu_where_they_can_be() -> None:
+    node = shared_node(1, UNLINKED[:3], {0: THREES, 1: MIXED, 2: ONES})
+    request = make_request(parts={"mig.3g.40gb": 1, "mig.1g.10gb": 1})
+    assert spans(plan_placement(request, [node], NOW, None)) == [(1, 48, 72), (1, 84, 90)]
+
+
+def test_instances_slots_whole_gpus_and_vcpus_are_on_one_node() -> None:
+    request = make_request(1, nodes=2, parts={"mig.1g.10gb": 2, "slot.1/4": 1}, vcpus=4)
+    able = [shared_node(i, SWITCH[:3], {0: ONES, 2: 4}, vcpus=8) for i in (1, 2)]
+    nodes = [shared_node(0, SWITCH[:3], {0: ONES}, vcpus=8), *able]
+    assert spans(plan_placement(request, nodes, NOW, None)) == [
+        *[(1, 0, 12), (1, 48, 108)],
+        *[(2, 0, 12), (2, 48, 108)],
+    ]
+    refused = plan_placement(request, nodes[:2], NOW, None)
+    assert isinstance(refused, NoPlan)
+    assert refused.detail == (
+        "needs 2 nodes with 1 free GPU, 2 x mig.1g.10gb free, 1 x slot.1/4 free and 4 free vCPUs each;"
+        " 1 such node is free"
+    )
+
+
+def test_a_request_for_instances_that_the_pool_has_not_names_those_that_it_has() -> None:
+    pool = PoolShape("H100", 8, {"mig.1g.10gb": 6, "mig.3g.40gb": 24})
+    (ask,) = resolve_request(pool, NOW, nodes=2, parts={"mig.3g.40gb": 4}).parts
+    assert (ask.count, ask.units, str(ask)) == (2, 24, "mig.3g.40gb/24=2")
+    with pytest.raises(InvalidRequest, match=r"instance mig\.2g\.20gb; ask for mig\.1g\.10gb or mig\.3g\.40gb"):
+        resolve_request(pool, NOW, parts={"mig.2g.20gb": 1})
+    with pytest.raises(InvalidRequest, match="no GPU of it is partitioned; ask for gpu"):
+        resolve_request(PoolShape("H100", 8), NOW, parts={"mig.1g.10gb+me": 1})
+
+
+@pytest.mark.parametrize("profile", ["3g.40gb", "1g.5gb+me", "1g.24gb-me", "1g.24gb+me.all", "2g.48gb+gfx", "7g.141gb"])
+def test_the_profiles_that_nvidia_writes_are_classes(profile: str) -> None:
+    ask = ask_for(mig_class(profile), 2, {mig_class(profile): 6})
+    assert parse_parts(write_parts([ask])) == (ask,)
+
+
 def test_nodes_are_packed_or_spread_by_parts() -> None:
     nodes = [shared_node(1, UNLINKED[:1], {0: 4}), shared_node(2, UNLINKED[:1], {0: 4}, held=[Span(0, 24)])]
     for placer in (PoolIndex(nodes).plan, lambda request, now, horizon: plan_placement(request, nodes, now, horizon)):
@@ -95,12 +173,24 @@ def test_what_no_node_has_is_impossible_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["slot.1/1", "slot.1/5", "slot.1/0", "slot.1/04", "slot.2/4", "mig.3g.40gb", "", "gpu"]
+    "name",
+    [
+        *("slot.1/1", "slot.1/5", "slot.1/0", "slot.1/04", "slot.2/4", "", "gpu", "MIG.3g.40gb"),
+        *(
+            "mig.",
+            "mig.3g",
+            "mig.0g.5gb",
+            "mig.3g.40gb/24",
+            "mig.1c.3g.40gb",
+            "mig.3g.40gb+",
+            "mig.1g.5gb" + "+me" * 20,
+        ),
+    ],
 )
 def test_what_is_no_class_is_refused(name: str) -> None:
     with pytest.raises(UnknownClass):
         ask_for(name, 1)
-    with pytest.raises(InvalidRequest, match=r"devices: .* is no class of devices; use gpu, or slot\.1/N"):
+    with pytest.raises(InvalidRequest, match=r"devices: .* is no class of devices; use gpu, mig\.PROFILE"):
         resolve_request(PoolShape("H100", 8), NOW, parts={name: 1})
 
 
@@ -116,25 +206,34 @@ def test_parts_are_divided_over_nodes_and_read_back() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "parts", "charged"),
-    [(1, 0, {"slot.1/4": 1}, 1), (1, 0, {"slot.1/4": 4}, 1), (1, 1, {"slot.1/4": 5}, 3), (4, 2, {"slot.1/4": 1}, 9)],
+    [
+        (1, 0, {"mig.1g.10gb": 7}, 1),
+        (1, 0, {"mig.3g.40gb": 3, "slot.1/4": 2}, 2),
+        (3, 1, {"mig.3g.40gb": 1}, 5),
+        (1, 0, {"slot.1/4": 1}, 1),
+        (1, 0, {"slot.1/4": 4}, 1),
+        (1, 1, {"slot.1/4": 5}, 3),
+        (4, 2, {"slot.1/4": 1}, 9),
+    ],
 )
 def test_a_quota_counts_parts_together_rounded_up(nodes: int, gpus: int, parts: dict[str, int], charged: int) -> None:
-    assert charged_gpus(nodes, gpus, [ask_for(name, count) for name, count in parts.items()]) == charged
+    assert charged_gpus(nodes, gpus, [ask_for(name, count, MIG_UNITS) for name, count in parts.items()]) == charged
 
 
 # --- against brute force --------------------------------------------------------------------------
 
 HOURS = range(9)
-layouts = st.dictionaries(st.integers(0, 2), st.sampled_from([2, 3, 4]), min_size=1, max_size=2)
+hows = st.sampled_from([2, 3, 4, THREES, MIXED, ONES, MIXED[1:], ()])
+layouts = st.dictionaries(st.integers(0, 2), hows, min_size=1, max_size=2)
 windows = st.tuples(st.integers(-1, 5), st.sampled_from([1, 2, 4, None]))
 
 
 @st.composite
 def nodes(draw: st.DrawFn) -> NodeView:
     shared = draw(layouts)
-    parts = [time_slot_span(slot, i, slots) for slot, slots in sorted(shared.items()) for i in range(slots)]
+    parts = [part.span for slot, how in sorted(shared.items()) for part in parts_of(slot, how)]
     whole = [slot_span(slot) for slot in range(3) if slot not in shared]
-    some = st.sampled_from([*parts, *parts, *whole])
+    some = st.sampled_from([*parts, *parts, *whole, Span(12, 60)])
     taken = [
         (span, start, None if hours is None else start + hours)
         for span, (start, hours) in draw(st.lists(st.tuples(some, windows), max_size=6))
@@ -153,7 +252,8 @@ def nodes(draw: st.DrawFn) -> NodeView:
 pools = st.lists(nodes() | st.just(make_node(0, UNLINKED[:3], vcpus=4)), min_size=1, max_size=3).map(
     lambda pool: [replace(node, node_id=i) for i, node in enumerate(pool)]
 )
-asks = st.dictionaries(st.sampled_from(["slot.1/2", "slot.1/3", "slot.1/4"]), st.integers(1, 3), min_size=1, max_size=2)
+classes = st.sampled_from(["slot.1/2", "slot.1/3", "slot.1/4", "mig.3g.40gb", "mig.2g.20gb", "mig.1g.10gb"])
+asks = st.dictionaries(classes, st.integers(1, 3), min_size=1, max_size=2)
 requests = st.builds(
     make_request,
     st.sampled_from([0, 0, 1, 2]),
@@ -235,7 +335,7 @@ steps = st.lists(
 
 @given(st.lists(layouts, min_size=1, max_size=2), steps)
 @settings(max_examples=100, deadline=None)
-def test_plans_booked_one_after_another_never_overlap(shared: list[dict[int, int]], asked: list[Any]) -> None:
+def test_plans_booked_one_after_another_never_overlap(shared: list[dict[int, Any]], asked: list[Any]) -> None:
     index = PoolIndex(shared_node(i, SWITCH[:3], layout) for i, layout in enumerate(shared))
     booked: list[tuple[int, Span, Plan]] = []
     for gpus, parts, start, hours in asked:
