@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.gpu_server import as_gpu_server, install_driver
 from tests.support.podman import UNRESOLVABLE, needs_podman
 from tests.support.stack import open_stack
 
@@ -30,45 +30,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: device nodes and a mount namespace"),
 ]
 
-DRIVER = "550.163.01"
-DEVICES = " ".join(
-    [
-        *("null:1:3", "zero:1:5", "random:1:8", "urandom:1:9", "tty:5:0"),
-        *("nvidiactl:195:255", "nvidia-uvm:506:0", "nvidia-uvm-tools:506:1"),
-        *(f"nvidia{minor}:195:{minor}" for minor in range(8)),
-    ]
-)
 LIST_NODES = "for d in /dev/nvidia* /usr/lib/*-linux-gnu/libcuda.so.1; do echo node $d; done"
-
-
-def install_driver(directory: Path, compiler: str) -> Path:
-    """A driver's user-space library and a loader cache that knows it; returns the cache."""
-    directory.mkdir()
-    source = directory / "cuda.c"
-    source.write_text("int cuInit(unsigned flags) { return flags ? 1 : 100; }\n")
-    library = directory / f"libcuda.so.{DRIVER}"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)], check=True
-    )
-    # the library is found under its SONAME's directory, as an installed driver's is
-    (directory / "libcuda.so.1").symlink_to(library.name)
-    configuration, cache = directory / "ld.so.conf", directory / "ld.so.cache"
-    configuration.write_text(f"include /etc/ld.so.conf\n{directory}\n")
-    subprocess.run(["/sbin/ldconfig", "-f", str(configuration), "-C", str(cache)], check=True)
-    return cache
-
-
-def as_gpu_server(scratch: Path, node: FakeNode, cache: Path) -> str:
-    """Shell that gives this mount namespace the /dev, the PCI devices and the driver of the server."""
-    pci = node.paths.sysfs / "bus/pci/devices"
-    return (
-        f"mkdir -p {scratch} && mount -t tmpfs dev {scratch} && for d in {DEVICES}; do "
-        f"IFS=: read -r name major minor <<EOF\n$d\nEOF\n"
-        f"mknod -m 666 {scratch}/$name c $major $minor || exit 1; done; "
-        f"mkdir {scratch}/shm {scratch}/pts {scratch}/mqueue && ln -s /proc/self/fd {scratch}/fd && "
-        f"mount --bind {scratch} /dev && mount --bind {pci} /sys/bus/pci/devices && "
-        f"mount --bind {cache} /etc/ld.so.cache"
-    )
 
 
 async def test_gpus_by_nvml_reach_a_container_and_leave_it(

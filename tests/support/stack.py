@@ -275,7 +275,7 @@ class Stack:
         # silence is not judged in the first 90 s of a control plane, in which a whole fleet may be dialling in
         return await self.wait_node(name, lambda node: node["connectivity"] == "unreachable", within_s=150)
 
-    async def reserve(self, gpus: int = 4, **more: object) -> dict[str, Any]:
+    async def reserve(self, gpus: int | None = 4, **more: object) -> dict[str, Any]:
         asked: dict[str, object] = {"pool": "h100", "gpus": gpus, "duration_s": 3600}
         return await self.client.change(
             "reservations/create", {k: v for k, v in (asked | more).items() if v is not None}
