@@ -19,7 +19,7 @@ from controlplane.db.places import load_window_limits
 from controlplane.db.queue import schedule
 from controlplane.db.tx import CheckConflict, ExclusionConflict
 from controlplane.errors import Conflict, Invalid
-from controlplane.model.requests import InvalidRequest, check_total
+from controlplane.model.requests import NO_LIMITS, InvalidRequest, check_total
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from controlplane.capacity.place import LedgerTools
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
+    from controlplane.model.requests import WindowLimits
 
 
 def extend(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, now: datetime) -> None:
@@ -34,7 +35,7 @@ def extend(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, 
 
     Raises:
         Conflict: it is in a state without a window, its devices are others' before that, or a node is drained.
-        Invalid: the pool does not allow so long a window.
+        Invalid: the pool does not allow so long a window, or none may be so long.
         QuotaExceeded: GPU-hours are short.
     """
     start, old_end = _check_window(reservation, now)
@@ -42,11 +43,8 @@ def extend(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, 
         raise Conflict("end: the reservation is open-ended; shrink it to give it an end", field="end")
     if end <= old_end:
         raise Invalid(f"end: {_text(end)} is not later than the end there is, {_text(old_end)}", field="end")
-    try:
-        # from the first start, so that no number of steps makes it longer
-        check_total(load_window_limits(tx, reservation.pool_id), start, end)
-    except InvalidRequest as exc:
-        raise Invalid(str(exc), field="end") from exc
+    # from the first start, so that no number of steps makes it longer
+    _check_length(load_window_limits(tx, reservation.pool_id), start, end)
     _move_end(tx, tools, reservation, end, now)
 
 
@@ -59,7 +57,16 @@ def shrink(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, 
         raise Invalid("end: is in the past; to end it now, release it", field="end")
     if end <= start:
         raise Invalid("end: is not later than the start; to end it before it starts, release it", field="end")
+    # one that is open-ended gets any end that there may be, whatever the pool has allowed since
+    _check_length(NO_LIMITS, start, end)
     _move_end(tx, tools, reservation, end, now)
+
+
+def _check_length(limits: WindowLimits, start: datetime, end: datetime) -> None:
+    try:
+        check_total(limits, start, end)
+    except InvalidRequest as exc:
+        raise Invalid(str(exc), field="end") from exc
 
 
 def _check_window(reservation: Reservation, now: datetime) -> tuple[datetime, datetime | None]:

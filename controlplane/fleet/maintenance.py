@@ -20,9 +20,10 @@ from controlplane.db import ledger, maintenance, nodes, reservations
 from controlplane.db.maintenance import PLANNED
 from controlplane.db.queue import enqueue, schedule
 from controlplane.db.tx import CheckConflict, ExclusionConflict
-from controlplane.errors import Conflict
+from controlplane.errors import Conflict, Invalid
 from controlplane.fleet.lifecycle import tell
 from controlplane.model.maintenance import find_gap, in_the_way, plan_rolling
+from controlplane.model.requests import NO_LIMITS, InvalidRequest, check_total
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,7 +224,7 @@ def cancel(tx: Tx, row: Maintenance, now: datetime) -> None:
 
 
 def extend(tx: Tx, row: Maintenance, end: datetime, now: datetime) -> None:
-    """Give a window that is planned or open a later end. Raises Conflict."""
+    """Give a window that is planned or open a later end. Raises Conflict, Invalid."""
     nodes.lock_lifecycle(tx, row.node_id)
     found = maintenance.load_maintenance(tx, row.maintenance_id)
     assert found is not None, "never removed"
@@ -231,6 +232,10 @@ def extend(tx: Tx, row: Maintenance, end: datetime, now: datetime) -> None:
         raise Conflict(f"maintenance {row.public_id} is over; plan another")
     if end <= found.end:
         raise Conflict(f"end: is not later than the end there is, {text_of(found.end)}", field="end")
+    try:
+        check_total(NO_LIMITS, found.start, end)
+    except InvalidRequest as exc:
+        raise Invalid(str(exc), field="end") from exc
     try:
         with tx.savepoint():
             maintenance.move_end(tx, found, end)

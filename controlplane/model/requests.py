@@ -197,17 +197,21 @@ def check_limits(limits: WindowLimits, request: PlacementRequest, now: datetime)
 
 
 def check_total(limits: WindowLimits, start: datetime, end: datetime) -> None:
-    """Refuse an end that makes a window, with what has passed of it, longer than the pool allows.
+    """Refuse an end that makes a window, with what has passed of it, longer than the pool allows, or than any may be.
 
     Raises:
         InvalidRequest: about `end`.
     """
-    most = limits.max_duration
-    if most is None or end - start <= most:
+    length, most = end - start, limits.max_duration
+    if most is not None and length > most:
+        than = f"this pool allows, {show_duration(most)}"
+    elif length > DURATION_MAX:
+        than, most = f"any may be, {DURATION_MAX.days} days", DURATION_MAX
+    else:
         return
     raise InvalidRequest(
         "end",
-        f"{_text(end)} makes it {show_duration(end - start)}, longer than this pool allows, {show_duration(most)}",
+        f"{_text(end)} makes it {show_duration(length)}, longer than {than}",
         f"ask for {_text(start + most)} at the latest",
     )
 

@@ -86,6 +86,23 @@ async def test_extending_reaches_the_limit_and_not_past_it(dsn: Dsn) -> None:
         assert past.code == "INVALID"
 
 
+async def test_where_a_pool_has_no_limit_nothing_lasts_for_ever_by_its_end(dsn: Dsn) -> None:
+    """Every way to an end is under the bound that a new reservation is under; beyond it dates cannot be written."""
+    async with open_limited(dsn) as api:
+        most = 3650 * DAY
+        assert (await reserve(api, duration_s=most + 1)).code == "INVALID"
+        made, endless = (await reserve(api, duration_s=HOUR)).data, (await reserve(api)).data
+        for path, id_ in (("extend", made["id"]), ("shrink", endless["id"])):
+            for end in (at(most + 1), "9999-12-31T23:59:59Z"):
+                past = await api.call(f"reservations/{path}", id=id_, end=end)
+                assert (past.code, past.field) == ("INVALID", "end"), path
+                assert past.message.endswith(
+                    "longer than any may be, 3650 days; ask for 2039-12-30T00:00:00Z at the latest"
+                )
+            moved = await api.ok(f"reservations/{path}", id=id_, end=at(most))
+            assert moved["duration_s"] == most
+
+
 async def test_time_that_has_passed_counts_too(dsn: Dsn) -> None:
     async with open_limited(dsn, max_duration_s=8 * HOUR) as api:
         made = (await reserve(api, duration_s=8 * HOUR)).data

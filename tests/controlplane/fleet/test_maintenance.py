@@ -13,7 +13,7 @@ from controlplane.capacity.place import Placed
 from controlplane.db import maintenance as db
 from controlplane.db import nodes, reservations
 from controlplane.db.time import load_now
-from controlplane.errors import Conflict
+from controlplane.errors import Conflict, Invalid
 from controlplane.fleet import maintenance, retire
 from tests.support.ledgers import START, open_fleet
 
@@ -259,6 +259,8 @@ async def test_one_that_has_begun_can_end_early_or_late(dsn: Dsn) -> None:
             await fleet.run(lambda tx: maintenance.extend(tx, row, after(4.5), load_now(tx)))
         with pytest.raises(Conflict, match="is not later"):
             await fleet.run(lambda tx: maintenance.extend(tx, row, after(2), load_now(tx)))
+        with pytest.raises(Invalid, match=r"end: 9999-12-31T00:00:00Z makes it .* longer than any may be, 3650 days"):
+            await fleet.run(lambda tx: maintenance.extend(tx, row, START.replace(year=9999, month=12, day=31), START))
         await fleet.run(lambda tx: maintenance.extend(tx, row, after(4), load_now(tx)))
         fleet.advance(2 * HOUR)
         assert (await step(fleet, row)).state == "open", "it was to end now"

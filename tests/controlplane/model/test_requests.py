@@ -181,12 +181,22 @@ def test_one_second_past_a_pools_limit_is_refused(limits: WindowLimits, asked: d
 
 def test_the_whole_window_counts_when_its_end_moves() -> None:
     check_total(LIMITS, NOW, NOW + timedelta(hours=8))
-    check_total(WindowLimits(), NOW, NOW + 1000 * DAY)
+    check_total(WindowLimits(), NOW, NOW + DURATION_MAX)
     with pytest.raises(InvalidRequest) as caught:
         check_total(LIMITS, NOW, NOW + timedelta(hours=8, seconds=1))
     assert str(caught.value) == (
         "end: 2030-01-01T08:00:01Z makes it 8h1s, longer than this pool allows, 8h; "
         "ask for 2030-01-01T08:00:00Z at the latest"
+    )
+
+
+@pytest.mark.parametrize("limits", [WindowLimits(), WindowLimits(max_duration=2 * DURATION_MAX)])
+def test_without_a_pools_limit_an_end_is_still_within_what_any_window_may_last(limits: WindowLimits) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_total(limits, NOW, NOW + DURATION_MAX + SECOND)
+    assert str(caught.value) == (
+        "end: 2039-12-30T00:00:01Z makes it 3650d1s, longer than any may be, 3650 days; "
+        "ask for 2039-12-30T00:00:00Z at the latest"
     )
 
 
