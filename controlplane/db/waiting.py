@@ -17,15 +17,23 @@ if TYPE_CHECKING:
 
 
 def load_waiting(tx: Tx, pool_id: int, *, limit: int) -> list[Waiting]:
-    """Who is queued for a pool, the first `limit` by priority and age."""
+    """Who is queued for a pool, the first `limit` by priority and age.
+
+    Of equal priority the oldest of every tenant come first, then everybody's second, and so on: however many wait of
+    one tenant, those of the others are among the first.
+    """
     return [
         Waiting(*row)
         for row in tx.tuples(
             """
             select reservation_id, tenant_id, priority, case charged_gpus(nodes, gpus_per_node, parts)
                      when 0 then nodes * vcpus_per_node else charged_gpus(nodes, gpus_per_node, parts) end
-            from reservation where pool_id = %(pool)s and state = 'queued'
-            order by priority desc, reservation_id limit %(limit)s
+            from (
+              select reservation_id, tenant_id, priority, nodes, gpus_per_node, vcpus_per_node, parts,
+                     row_number() over (partition by priority, tenant_id order by reservation_id) as nth
+              from reservation where pool_id = %(pool)s and state = 'queued'
+            ) queued
+            order by priority desc, nth, reservation_id limit %(limit)s
             """,
             {"pool": pool_id, "limit": limit},
         )

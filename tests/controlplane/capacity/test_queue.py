@@ -129,6 +129,21 @@ async def test_a_tenant_that_holds_nothing_goes_before_one_that_holds_half(dsn: 
         assert await states(fleet, *mine, theirs) == ["queued", "queued", "binding"]
 
 
+async def test_a_tenant_with_more_than_a_pass_looks_at_keeps_nobody_out(dsn: Dsn, monkeypatch: Any) -> None:
+    monkeypatch.setattr("controlplane.reconcilers.placement.LOOKED_AT_MAX", 3)
+    async with open_fleet(dsn, nodes=1) as fleet:
+        fleet.execute("insert into iam.tenant (public_id, slug, name) values ('ten_other', 'other', 'Other')")
+        await fleet.reserve(6)
+        mine = [await queue(fleet, 4) for _ in range(4)]
+        theirs = [await queue(fleet, 2, tenant_id=2), await queue(fleet, 2, tenant_id=2)]
+        urgent = await queue(fleet, 4, priority=1)
+        await run_pass(fleet)
+        assert await states(fleet, *mine, urgent, *theirs) == ["queued"] * 5 + ["binding", "queued"]
+        # the urgent one, the first of each tenant, and nobody else
+        looked_at = [id_ for id_ in (*mine, urgent) if (await fleet.load(id_)).estimated_start is not None]
+        assert looked_at == [mine[0], urgent]
+
+
 async def test_nobody_passes_gangs_whose_places_are_not_looked_for(dsn: Dsn, monkeypatch: Any) -> None:
     monkeypatch.setattr("controlplane.capacity.indexes.GANGS_LOOKED_FOR_MAX", 2)
     async with open_fleet(dsn, nodes=2) as fleet:
