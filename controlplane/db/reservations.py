@@ -247,18 +247,26 @@ def page_open(tx: Tx, after: int, limit: int) -> list[Reservation]:
     )
 
 
-def mark_queued(tx: Tx, reservation_id: int, leaving: ReservationState, *, reason: str) -> bool:
+def mark_queued(
+    tx: Tx,
+    reservation_id: int,
+    leaving: ReservationState,
+    *,
+    reason: str,
+    estimated_start: datetime | None = None,
+) -> bool:
     """Let it wait. Says whether it was in the state it should have left."""
     return (
         tx.execute(
             """
             update reservation
-            set state = 'queued', pending_reason = %(reason)s, estimated_start = null, during = null,
-                placed_at = null, bind_deadline = null, active_at = null, billed_from = null, releasing_at = null,
-                end_cause = null, end_detail = '', conditions = '{}', impaired_reason = '', version = version + 1
+            set state = 'queued', pending_reason = %(reason)s, estimated_start = %(estimated_start)s::timestamptz,
+                during = null, placed_at = null, bind_deadline = null, active_at = null, billed_from = null,
+                releasing_at = null, end_cause = null, end_detail = '', conditions = '{}', impaired_reason = '',
+                version = version + 1
             where reservation_id = %(id)s and state = %(leaving)s
             """,
-            {"id": reservation_id, "leaving": leaving, "reason": reason},
+            {"id": reservation_id, "leaving": leaving, "reason": reason, "estimated_start": estimated_start},
         )
         == 1
     )

@@ -166,17 +166,19 @@ def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: Reservation, sh
     if isinstance(short, QuotaShort):
         if short.never or not given.queue:
             raise QuotaExceeded(short.detail, field=short.field)
+        _queue(tx, row, short.detail)
     else:
         _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
         if not given.queue:
             when = "" if short.earliest is None else f"; could start at {short.earliest.astimezone(UTC).isoformat()}"
             raise SoldOut(f"{short.detail}{when}")
-    _queue(tx, row, short.detail)
+        # at once, not with the first pass: from now on those who come later must not be in its way
+        _queue(tx, row, short.detail, estimated_start=short.earliest)
 
 
-def _queue(tx: Tx, row: Reservation, reason: str) -> None:
-    reservations.mark_queued(tx, row.reservation_id, "draft", reason=reason)
-    announce(tx, row, "queued", reason=reason)
+def _queue(tx: Tx, row: Reservation, reason: str, *, estimated_start: datetime | None = None) -> None:
+    reservations.mark_queued(tx, row.reservation_id, "draft", reason=reason, estimated_start=estimated_start)
+    announce(tx, row, "queued", reason=reason, estimated_start=estimated_start)
     if row.queue_deadline is not None:
         schedule(tx, "reservation", str(row.reservation_id), row.queue_deadline)
     enqueue(tx, "pool", [str(row.pool_id)])

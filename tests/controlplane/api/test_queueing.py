@@ -71,6 +71,19 @@ async def test_a_new_request_that_could_be_in_the_way_takes_its_turn(dsn: Dsn) -
         assert (await api.ok("reservations/get", id=long["id"]))["estimated_start"] == "2030-01-01T03:00:00Z"
 
 
+async def test_nobody_slips_in_between_a_request_that_waits_and_the_first_look_at_it(dsn: Dsn) -> None:
+    async with open_pool(dsn) as api:
+        await api.ok("reservations/create", pool="h100", gpus=4, duration_s=2 * HOUR)
+        large = (await reserve(api, 8, duration_s=HOUR)).data
+        assert (large["state"], large["estimated_start"]) == ("queued", "2030-01-01T02:00:00Z")
+        # no pass has been made
+        impatient = await reserve(api, 4, duration_s=3 * HOUR, queue=False)
+        assert impatient.code == "SOLD_OUT"
+        long = (await reserve(api, 4, duration_s=3 * HOUR)).data
+        assert (long["state"], long["pending_reason"]) == ("queued", "new in the queue, 1 ahead")
+        assert (await reserve(api, 4, duration_s=2 * HOUR)).data["state"] == "binding"
+
+
 async def test_a_new_request_that_is_over_before_any_of_them_starts_is_placed_at_once(dsn: Dsn) -> None:
     async with open_busy(dsn) as api:
         assert (await reserve(api, 2, duration_s=2 * HOUR, queue=False)).data["state"] == "binding"
