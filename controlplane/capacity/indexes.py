@@ -16,7 +16,7 @@ transaction: the constraints decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -28,6 +28,7 @@ from controlplane.db.views import load_node_views
 from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan
 from controlplane.model.refusals import PendingReason
+from controlplane.model.requests import PlacementRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from controlplane.model.nodeview import NodeView
     from controlplane.model.planner import Plan
     from controlplane.model.refusals import Impossible
-    from controlplane.model.requests import PlacementRequest
 
 # Four looks a second at a busy pool, of a fraction of a millisecond each.
 CATCH_UP: Final = timedelta(milliseconds=250)
@@ -46,6 +46,8 @@ FORGET_AFTER: Final = timedelta(minutes=5)
 # Gangs of a queue for whose first start a pass looks; all behind them wait. It takes some 50 ms on a full pool of
 # 10,000 nodes, where requests of one node cost as much once for each shape.
 GANGS_LOOKED_FOR_MAX: Final = 16
+# First starts that are looked for to tell somebody when it could be his turn, with the pool's placements waiting.
+SEARCHES_MAX: Final = 4
 # Beyond this, reading all nodes costs no more than reading so many by their ids.
 RELOAD_NODES: Final = 2_000
 
@@ -197,6 +199,26 @@ class PoolIndexes:
         with pool.lock:
             return self._up_to_now(tx, pool_id, pool, now).plan(request, now, horizon)
 
+    def look_behind(
+        self,
+        tx: Tx,
+        pool_id: int,
+        before: Iterable[PlacementRequest],
+        request: PlacementRequest,
+        now: datetime,
+        *,
+        horizon: datetime,
+    ) -> Plan | None:
+        """Plan a request for the first time at which it delays none of those before it; nothing is counted as booked.
+
+        None if no start by the horizon is known, or it would take too long to find one.
+        """
+        pool = self._pool(pool_id)
+        with pool.lock:
+            index = self._up_to_now(tx, pool_id, pool, now)
+            # while a pass is made, those that it has looked at keep their places already
+            return _plan_behind(index, () if pool.kept else before, request, now, horizon)
+
     def find(
         self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, near: Collection[int]
     ) -> Plan | None:
@@ -337,6 +359,33 @@ def _keep_place(pool: _Pool, request: PlacementRequest, refused: NoPlan, now: da
     _index(pool).book(place)
     detail = f"{refused.detail}; {ahead} ahead in the queue" if ahead else refused.detail
     return NoPlan(refused.reason, detail, place.window.start)
+
+
+def _plan_behind(
+    index: PoolIndex, before: Iterable[PlacementRequest], request: PlacementRequest, now: datetime, horizon: datetime
+) -> Plan | None:
+    """The place of a request behind others, which keep theirs meanwhile."""
+    places: list[Plan] = []
+    searched = set[PlacementRequest | int]()
+
+    def find_place(one: PlacementRequest) -> Plan | None:
+        plan = index.plan(one, now, None)
+        if not isinstance(plan, NoPlan):
+            return replace(plan, starts_now=False)
+        # what is found for one is known for its equals, but for gangs
+        searched.add(one if one.nodes == 1 else len(searched))
+        return index.plan_earliest(one, now, horizon) if len(searched) <= SEARCHES_MAX else None
+
+    try:
+        for one in before:
+            if (place := find_place(one)) is not None:
+                index.book(place)
+                places.append(place)
+        return find_place(request) if len(searched) <= SEARCHES_MAX else None
+    finally:
+        for place in places:
+            index.unbook(place)
+        index.forget_starts()
 
 
 def _index(pool: _Pool) -> PoolIndex:

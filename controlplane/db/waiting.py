@@ -134,11 +134,23 @@ def set_pending_reasons(tx: Tx, pending: Mapping[int, Pending]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """How many wait for a pool, and the earliest start that is estimated for one of them."""
+
+    waiting: int
+    first_start: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
 class NewInQueue(Reservation):
     """A reservation with how many wait for its pool, and the earliest start that is estimated for one of them."""
 
     waiting: int
     first_start: datetime | None
+
+    @property
+    def queue(self) -> Queue:
+        return Queue(self.waiting, self.first_start)
 
 
 def lock_with_queue(tx: Tx, reservation_id: int) -> NewInQueue | None:
@@ -158,13 +170,32 @@ def lock_with_queue(tx: Tx, reservation_id: int) -> NewInQueue | None:
     )
 
 
-def count_waiting(tx: Tx, pool_id: int) -> int:
-    """How many wait for a pool."""
-    count = tx.value(
-        "select count(*) from reservation where pool_id = %(pool)s and state = 'queued'", {"pool": pool_id}
+def load_queue(tx: Tx, pool_id: int) -> Queue:
+    """Look at the queue of a pool as a whole."""
+    queue = tx.row(
+        Queue,
+        """
+        select count(*) as waiting, min(estimated_start) as first_start
+        from reservation where pool_id = %(pool)s and state = 'queued'
+        """,
+        {"pool": pool_id},
     )
-    assert count is not None, "an aggregate has one row"
-    return count
+    assert queue is not None, "an aggregate has one row"
+    return queue
+
+
+def load_queued(tx: Tx, ids: Sequence[int]) -> list[Reservation]:
+    """Those of these reservations that wait, in id order."""
+    return tx.rows(
+        Reservation,
+        "select"
+        + COLUMNS
+        + """
+        from reservation r where r.reservation_id = any(%(ids)s::int8[]) and r.state = 'queued'
+        order by r.reservation_id
+        """,
+        {"ids": list(ids)},
+    )
 
 
 def set_priority(tx: Tx, reservation_id: int, priority: int) -> bool:

@@ -132,13 +132,16 @@ class PreviewInput(Asked, frozen=True, kw_only=True):
 
 
 class PreviewOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and when the request would be placed if it were made now."""
+    """Where and when the request would be placed if it were made now. Quotas are not asked."""
 
     fits: Annotated[bool, msgspec.Meta(description="Whether it would be placed at once.")]
-    start: Annotated[datetime | None, msgspec.Meta(description="When it could start, if that is known.")]
+    start: Annotated[
+        datetime | None,
+        msgspec.Meta(description="When it could start, behind those who wait and go first, if that is known."),
+    ]
     end: datetime | None
-    nodes: list[str]
-    reason: str
+    nodes: Annotated[list[str], msgspec.Meta(description="Where, at that time.")]
+    reason: Annotated[str, msgspec.Meta(description="Why not at once; empty if it fits.")]
     waiting: Annotated[int, msgspec.Meta(description="Requests that wait for the pool already.")]
 
 

@@ -32,7 +32,8 @@ from controlplane.api.groups.reservation_structs import (
 from controlplane.capacity import end as ending
 from controlplane.capacity import replace, windows
 from controlplane.capacity.batch import NEW_IN_QUEUE
-from controlplane.capacity.place import EARLIEST_HORIZON, Placed, announce, place
+from controlplane.capacity.outlook import count_ahead, look_ahead, who_waits
+from controlplane.capacity.place import Placed, announce, place
 from controlplane.capacity.place import placement_request as stored_request
 from controlplane.capacity.quota import window_of
 from controlplane.db import reservations, waiting
@@ -40,7 +41,6 @@ from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names
 from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut, Unavailable
 from controlplane.iam.port import Resource
-from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from controlplane.api.calls import Call
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
-    from controlplane.db.waiting import NewInQueue
     from controlplane.errors import ApiError
+    from controlplane.model.planner import NoPlan
     from controlplane.model.requests import PlacementRequest
 
 
@@ -130,9 +130,9 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
             "the database has crashed and lost the request; nothing was done, ask again", retry_after_ms=RETRY_AFTER_MS
         )
     if row.state == "draft":
-        ahead = _count_ahead(row)
+        ahead = count_ahead(window_of(row, row.read_at).end, row.queue)
         if ahead and not given.queue:
-            raise SoldOut(f"{ahead} others wait for this pool, and this one could delay them; wait with them")
+            raise SoldOut(f"{who_waits(ahead)}; wait with them")
         if ahead or _is_left_to_scheduler(call, given, row):
             _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
             _queue(tx, row, f"{NEW_IN_QUEUE}, {ahead} ahead" if ahead else NEW_IN_QUEUE)
@@ -146,14 +146,6 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
 def _is_left_to_scheduler(call: Call, given: CreateInput, row: Reservation) -> bool:
     """Gangs, and whoever wants an answer now, are placed in the request itself."""
     return call.context.placer == "pool-lease" and row.nodes == 1 and given.queue
-
-
-def _count_ahead(row: NewInQueue) -> int:
-    """How many wait for the pool, unless this one is over before any of them could start."""
-    if row.first_start is None:
-        return 0
-    window = window_of(row, row.read_at)
-    return 0 if window.end is not None and window.end <= row.first_start else row.waiting
 
 
 def _check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest, now: datetime) -> None:
@@ -231,26 +223,18 @@ def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
     resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
     now, pool_id = resolved.found.now, resolved.found.pool_id
     _check_possible(tx, call, pool_id, resolved.request, now)
-    ahead = waiting.count_waiting(tx, pool_id)
-    plan = call.context.tools.indexes.look(tx, pool_id, resolved.request, now, horizon=now + EARLIEST_HORIZON)
-    if isinstance(plan, NoPlan):
-        start, length = plan.earliest, resolved.request.duration
-        return PreviewOutput(
-            fits=False,
-            start=start,
-            end=None if start is None or length is None else start + length,
-            nodes=[],
-            reason=plan.detail,
-            waiting=ahead,
-        )
-    names = load_node_names(tx, [part.node_id for part in plan.parts])
+    found = look_ahead(
+        tx, call.context.tools.indexes, pool_id, resolved.request, now, tenant_id=call.principal.tenant_id
+    )
+    plan = found.plan
+    names = {} if plan is None else load_node_names(tx, [part.node_id for part in plan.parts])
     return PreviewOutput(
-        fits=True,
-        start=plan.window.start.astimezone(UTC),
-        end=None if plan.window.end is None else plan.window.end.astimezone(UTC),
-        nodes=[names[part.node_id] for part in plan.parts],
-        reason="",
-        waiting=ahead,
+        fits=found.fits,
+        start=None if plan is None else plan.window.start.astimezone(UTC),
+        end=None if plan is None or plan.window.end is None else plan.window.end.astimezone(UTC),
+        nodes=[] if plan is None else [names[part.node_id] for part in plan.parts],
+        reason=found.reason,
+        waiting=found.waiting,
     )
 
 

@@ -55,9 +55,64 @@ async def test_who_waits_is_told_when_it_could_start(dsn: Dsn) -> None:
         (waiting,) = (await api.ok("reservations/list", states=["queued"]))["items"]
         assert waiting["estimated_start"] == "2030-01-01T02:00:00Z"
         assert waiting["pending_reason"] == "needs 8 GPUs on one node; most free on one node: 4"
-        plan = await api.ok("reservations/preview", pool="h100", gpus=8, duration_s=HOUR)
-        assert (plan["fits"], plan["start"], plan["end"]) == (False, "2030-01-01T02:00:00Z", "2030-01-01T03:00:00Z")
-        assert plan["waiting"] == 1
+
+
+async def preview(api: Api, gpus: int, **asked: Any) -> dict[str, Any]:
+    before = (await api.ok("reservations/list"))["items"]
+    plan = await api.ok("reservations/preview", pool="h100", gpus=gpus, **asked)
+    assert (await api.ok("reservations/list"))["items"] == before
+    return plan
+
+
+async def test_a_plan_is_made_behind_those_who_wait(dsn: Dsn) -> None:
+    """What it says is what becomes of the request when it is made."""
+    async with open_busy(dsn) as api:
+        for gpus, hours, start in ((8, 1, "03"), (4, 3, "03"), (4, 2, "00")):
+            plan = await preview(api, gpus, duration_s=hours * HOUR)
+            assert plan["start"] == f"2030-01-01T{start}:00:00Z"
+            assert (plan["fits"], plan["nodes"], plan["waiting"]) == (start == "00", ["node-0"], 1)
+        plan = await preview(api, 4, duration_s=3 * HOUR)
+        assert plan["reason"] == "another waits for this pool, and this one could delay it"
+        assert plan["end"] == "2030-01-01T06:00:00Z"
+        assert (await preview(api, 8, duration_s=HOUR))[
+            "reason"
+        ] == "needs 8 GPUs on one node; most free on one node: 4"
+        # and so it is
+        large = (await reserve(api, 8, duration_s=HOUR)).data
+        long = (await reserve(api, 4, duration_s=3 * HOUR)).data
+        await run_pass(api)
+        for one, start in ((large, "03"), (long, "04")):
+            shown = await api.ok("reservations/get", id=one["id"])
+            assert (shown["state"], shown["estimated_start"]) == ("queued", f"2030-01-01T{start}:00:00Z")
+        endless = await preview(api, 4)
+        assert (endless["fits"], endless["start"], endless["end"]) == (False, "2030-01-01T04:00:00Z", None)
+        # twice the same: nothing of the first look is left
+        assert await preview(api, 4) == endless
+        assert (await reserve(api, 4, duration_s=2 * HOUR)).data["state"] == "binding"
+
+
+async def test_a_plan_keeps_to_the_turns_of_tenants(dsn: Dsn) -> None:
+    async with open_busy(dsn) as api:
+        await reserve(api, 8, duration_s=HOUR)
+        await run_pass(api)
+        acme = await api.make_tenant("acme")
+        # who holds nothing goes before those of a tenant that does
+        assert (await preview(api, 8, duration_s=HOUR))["start"] == "2030-01-01T04:00:00Z"
+        theirs = await api.ok("reservations/preview", key=acme, pool="h100", gpus=8, duration_s=HOUR)
+        assert (theirs["fits"], theirs["start"], theirs["waiting"]) == (False, "2030-01-01T02:00:00Z", 2)
+
+
+async def test_a_plan_behind_too_many_has_no_start(dsn: Dsn, monkeypatch: Any) -> None:
+    async with open_busy(dsn) as api:
+        monkeypatch.setattr("controlplane.capacity.outlook.AHEAD_MAX", 0)
+        plan = await preview(api, 4, duration_s=3 * HOUR)
+        assert (plan["fits"], plan["start"], plan["nodes"]) == (False, None, [])
+        monkeypatch.undo()
+        monkeypatch.setattr("controlplane.capacity.indexes.SEARCHES_MAX", 1)
+        assert (await preview(api, 8, duration_s=HOUR))["start"] == "2030-01-01T03:00:00Z", "its equal was looked for"
+        assert (await preview(api, 7, duration_s=HOUR))["start"] is None
+        monkeypatch.undo()
+        assert (await preview(api, 7, duration_s=HOUR))["start"] == "2030-01-01T03:00:00Z"
 
 
 async def test_a_new_request_that_could_be_in_the_way_takes_its_turn(dsn: Dsn) -> None:
