@@ -111,7 +111,8 @@ def _share(gpus: int, asked: What) -> int | None:
     """GPUs that a node must have to be large enough; None if the largest node decides."""
     if asked.whole_node and not gpus:
         return None
-    return math.ceil(gpus / max(asked.nodes or 1, 1))
+    # what is negative is refused by its name, later
+    return max(math.ceil(gpus / max(asked.nodes or 1, 1)), 0)
 
 
 def _devices(asked: What, gpus: int | None) -> tuple[int | None, dict[str, int]]:
