@@ -55,6 +55,17 @@ _NOBODY: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(slots=True)
+class _Open:
+    """The plans of a transaction that has not ended, and those of their nodes that were read since they were made.
+
+    Nobody can say whether such a node was read with what the transaction has written or without.
+    """
+
+    plans: list[Plan] = field(default_factory=list["Plan"])
+    reread: set[int] = field(default_factory=set[int])
+
+
+@dataclass(slots=True)
 class _Pool:
     lock: Lock = field(default_factory=Lock)
     index: PoolIndex | None = None
@@ -65,8 +76,8 @@ class _Pool:
     stale: set[int] = field(default_factory=set[int])
     # nodes whose specs cannot take another allocation, until they change
     shut: set[int] = field(default_factory=set[int])
-    # plans of transactions that have not ended, by the transaction
-    open: dict[int, list[Plan]] = field(default_factory=dict[int, "list[Plan]"])
+    # by the transaction
+    open: dict[int, _Open] = field(default_factory=dict[int, _Open])
     # in a pass: plans of those ahead who cannot start yet, and shapes of requests for which no start is known
     kept: list[Plan] = field(default_factory=list["Plan"])
     endless: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
@@ -100,7 +111,7 @@ class PoolIndexes:
         with pool.lock:
             fresh = self._catch_up(tx, pool_id, pool, now)
             shut = {*pool.shut, *without}
-            busy = {part.node_id for plans in pool.open.values() for plan in plans for part in plan.parts}
+            busy = {part.node_id for opened in pool.open.values() for plan in opened.plans for part in plan.parts}
             made = _index(pool).plan(request, now, horizon, without=shut, busy=busy)
             if isinstance(made, NoPlan) and not fresh and self._read_changes(tx, pool_id, pool, now):
                 made = _index(pool).plan(request, now, horizon, without=shut, busy=busy)
@@ -111,17 +122,16 @@ class PoolIndexes:
 
     def _open(self, tx: Tx, pool: _Pool) -> list[Plan]:
         """The plans of this transaction: they count as booked until it ends, whatever is read meanwhile."""
-        plans = pool.open.get(id(tx))
-        if plans is None:
-            plans = pool.open[id(tx)] = []
+        opened = pool.open.get(id(tx))
+        if opened is None:
+            opened = pool.open[id(tx)] = _Open()
             tx.on_end(partial(self._close, pool, id(tx)))
-        return plans
+        return opened.plans
 
     def _close(self, pool: _Pool, key: int, committed: bool) -> None:  # noqa: FBT001 - as `Tx.on_end` calls it
         with pool.lock:
-            plans = pool.open.pop(key)
-            if not committed:
-                pool.stale |= {part.node_id for plan in plans for part in plan.parts}
+            opened = pool.open.pop(key)
+            pool.stale |= opened.reread if committed else {part.node_id for plan in opened.plans for part in plan.parts}
 
     def plan_all(
         self,
@@ -254,11 +264,13 @@ class PoolIndexes:
         with pool.lock:
             return self._up_to_now(tx, pool_id, pool, now).why_impossible(request)
 
-    def note_own(self, pool_id: int, xid: int, node_ids: Iterable[int]) -> None:
+    def note_own(self, tx: Tx, pool_id: int, xid: int, node_ids: Iterable[int]) -> None:
         """All that this transaction changes of these nodes are plans that are in the index already."""
         pool = self._pool(pool_id)
+        own = {(xid, node_id) for node_id in node_ids}
         with pool.lock:
-            pool.known.update((xid, node_id) for node_id in node_ids)
+            pool.known |= own
+        tx.on_end(partial(self._disown_unless, pool, own))
 
     def _pool(self, pool_id: int) -> _Pool:
         with self._lock:
@@ -294,8 +306,7 @@ class PoolIndexes:
 
     def _load_nodes(self, tx: Tx, pool_id: int, pool: _Pool) -> None:
         pool.index = PoolIndex(load_node_views(tx, pool_id))
-        for plan in (*pool.kept, *(plan for plans in pool.open.values() for plan in plans)):
-            pool.index.book(plan)
+        self._book_again(pool, pool.index, None)
         tx.on_end(partial(self._drop_unless, pool))
 
     def _read_changes(self, tx: Tx, pool_id: int, pool: _Pool, now: datetime) -> bool:
@@ -307,7 +318,7 @@ class PoolIndexes:
         if pool.stale:
             self._read_nodes(tx, pool_id, pool)
         seen = {pair for pair in changes.nodes if pair[0] != changes.own}
-        pool.known = {pair for pair in pool.known | seen if pair[0] >= changes.position}
+        pool.known = {pair for pair in pool.known | seen if pair[0] > changes.position}
         pool.position, pool.looked_at = changes.position, now
         return bool(news)
 
@@ -320,11 +331,25 @@ class PoolIndexes:
                 _index(pool).remove(node_id)
             for view in views:
                 _index(pool).put(view)
-            for plan in (*pool.kept, *(plan for plans in pool.open.values() for plan in plans)):
-                _index(pool).book(plan, only=pool.stale)
+            self._book_again(pool, _index(pool), pool.stale)
             # a transaction sees what it wrote itself, and may take it back
             tx.on_end(partial(self._doubt_unless, pool, frozenset(pool.stale)))
         pool.stale.clear()
+
+    def _book_again(self, pool: _Pool, index: PoolIndex, only: Collection[int] | None) -> None:
+        """Count what is planned and may not be in the rows yet, on nodes that were read just now; None is all."""
+        for plan in pool.kept:
+            index.book(plan, only=only)
+        for opened in pool.open.values():
+            for plan in opened.plans:
+                index.book(plan, only=only)
+                opened.reread.update(part.node_id for part in plan.parts if only is None or part.node_id in only)
+
+    def _disown_unless(self, pool: _Pool, own: Collection[tuple[int, int]], committed: bool) -> None:  # noqa: FBT001 - as above
+        """The number of a transaction of which nothing was left by a crash is another's by and by."""
+        if not committed:
+            with pool.lock:
+                pool.known.difference_update(own)
 
     def _doubt_unless(self, pool: _Pool, node_ids: Collection[int], committed: bool) -> None:  # noqa: FBT001 - as above
         if not committed:

@@ -167,7 +167,7 @@ def write_placed(
     if xid is None:
         raise Contended("reservation")
     # all that has changed of these nodes is what was planned, and the index has that
-    tools.indexes.note_own(pool.pool_id, xid, {part.node_id for one in commitments for part in one.plan.parts})
+    tools.indexes.note_own(tx, pool.pool_id, xid, {part.node_id for one in commitments for part in one.plan.parts})
 
 
 def _next_look(plan: Plan, now: datetime) -> datetime:

@@ -138,10 +138,18 @@ def read_before(
 
 
 def tail(tx: Tx) -> Position:
-    """Return the position of now: `read_after` it gives what commits later, and nothing that was readable before."""
-    xmin = tx.value("select pg_snapshot_xmin(pg_current_snapshot())::text")
-    assert xmin is not None
-    return Position(int(xmin), -1)
+    """Return the position of now: `read_after` it gives what commits later, and nothing that was readable before.
+
+    It is that of the newest event, which is on disk, and not how far transactions have come: a server that crashed
+    numbers new ones as those of which nothing had been written yet, and their events would come before the position.
+    """
+    newest = tx.tuples(
+        """
+        select xid::text::int8, seq from outbox
+        where xid < pg_snapshot_xmin(pg_current_snapshot()) order by xid desc, seq desc limit 1
+        """
+    )
+    return Position(*newest[0]) if newest else Position(0, -1)
 
 
 def oldest(tx: Tx) -> Position | None:

@@ -374,7 +374,7 @@ class Changes:
     """What of a pool has changed.
 
     Attributes:
-        position: where the next look must begin.
+        position: the newest transaction of all that has been seen; the next look begins after it.
         own: the transaction that looks, if it has written; it may go on to change what it has changed.
         nodes: (transaction, node) pairs; some may have been returned by an earlier look already.
     """
@@ -385,17 +385,35 @@ class Changes:
 
 
 def load_changes(tx: Tx, pool_id: int, since: int | None) -> Changes:
-    """Look at what has changed since a position; None is for a position to begin with."""
-    (position, own, _), *rows = tx.tuples(
+    """Look at what has changed since a position; None is for a position to begin with.
+
+    A position is a transaction that is on disk, and not how far transactions have come: a server that crashed numbers
+    new ones as those of which nothing had been written yet, and whoever waited for higher numbers would miss them.
+    """
+    if since is None:
+        return Changes(_newest_change(tx, pool_id), None, frozenset())
+    (first_open, own, _), *rows = tx.tuples(
         """
         select pg_snapshot_xmin(pg_current_snapshot())::text::int8, pg_current_xact_id_if_assigned()::text::int8, 0
         union all
         select null, xid::text::int8, node_id from placement_change
-        where pool_id = %(pool)s and xid >= %(since)s::text::xid8
+        where pool_id = %(pool)s and xid > %(since)s::text::xid8
         """,
         {"pool": pool_id, "since": since},
     )
-    return Changes(position, own, frozenset((xid, node_id) for _, xid, node_id in rows))
+    nodes = frozenset((xid, node_id) for _, xid, node_id in rows)
+    return Changes(max((xid for xid, _ in nodes if xid < first_open), default=since), own, nodes)
+
+
+def _newest_change(tx: Tx, pool_id: int) -> int:
+    found = tx.value(
+        """
+        select xid::text::int8 from placement_change
+        where pool_id = %(pool)s and xid < pg_snapshot_xmin(pg_current_snapshot()) order by xid desc limit 1
+        """,
+        {"pool": pool_id},
+    )
+    return found or 0
 
 
 def prune_changes(tx: Tx, *, older_than_s: float, limit: int) -> int:

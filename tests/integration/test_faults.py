@@ -13,17 +13,25 @@ import pytest
 import trio
 
 from controlplane.cli.client import ApiFailure
+from controlplane.db import outbox
 from controlplane.db.embedded import open_embedded
 from controlplane.db.migrate import find_migrations, load, migrate
+from controlplane.db.pool import DatabaseConfig, open_database
+from controlplane.db.time import load_now
+from controlplane.db.tx import DatabaseError
+from controlplane.model.planner import NoPlan
 from shared.identity import make_key
 from shared.signing import Context, NodeSigner, encode_envelope
 from shared.wire import AllocationBound, encode
-from tests.support.ledgers import START
+from tests.support.fleets import make_request
+from tests.support.ledgers import START, LedgerFleet, make_fleet
 from tests.support.postgres import Dsn
 from tests.support.stack import Stack, eventually, open_stack
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from controlplane.db.tx import Tx
 
 
 async def test_ten_requests_for_the_last_gpu_and_four_different_answers(dsn: Dsn, tmp_path: Path) -> None:
@@ -174,3 +182,51 @@ async def test_an_answered_reservation_outlives_kill_9_of_postgresql(tmp_path: P
             assert (await eventually(there, what="the reservation is there"))["id"] == reservation["id"]
             await stack.wait_state(reservation, "active")
             stack.assert_sound()
+
+
+async def test_a_crash_that_takes_transactions_back_hides_nothing_from_who_went_on(place: Path) -> None:
+    """Numbers that nothing on disk has come to are given anew, below what indexes and streams had seen."""
+    # nothing reaches the disk but what a commit waits for
+    async with open_embedded(place / "pg", settings={"wal_writer_delay": "10s"}) as server:
+        migrate(server.ensure_database("bettercompute"), load(find_migrations()))
+        roles = {role: server.dsn(f"bc_{role}", "bettercompute") for role in ("owner", "api", "worker", "gateway")}
+        dsn = Dsn(name="bettercompute", admin=server.dsn("postgres", "bettercompute"), **roles)
+        async with open_database(DatabaseConfig(dsn.worker)) as database:
+            fleet = make_fleet(database, dsn, nodes=1)
+            held = await fleet.reserve(8, vcpus=64)
+            await fleet.bound(held)
+            for _ in range(200):
+                await fleet.run(_leave_no_trace)
+            before = await fleet.run(_newest_number)
+            tail = await fleet.run(outbox.tail)
+            # the index and the tail are of this moment
+            assert await fleet.run(_is_full, fleet)
+
+            assert server.pid is not None, "it runs"
+            os.kill(server.pid, signal.SIGKILL)
+
+            async def number_now() -> int | None:
+                try:
+                    return await fleet.run(_newest_number)
+                except DatabaseError:
+                    return None
+
+            assert await eventually(number_now, what="PostgreSQL is back") < before
+            await fleet.release(held)
+            await fleet.released(held)
+            assert not await fleet.run(_is_full, fleet)
+            told = await fleet.run(outbox.read_after, tail, limit=10, tenant_ids=None)
+            assert [event.kind for event in told] == ["reservation.releasing", "reservation.released"]
+
+
+def _leave_no_trace(tx: Tx) -> None:
+    tx.allow_loss()
+    tx.value("select pg_current_xact_id()::text")
+
+
+def _newest_number(tx: Tx) -> int:
+    return int(tx.value("select pg_snapshot_xmax(pg_current_snapshot())::text") or 0)
+
+
+def _is_full(tx: Tx, fleet: LedgerFleet) -> bool:
+    return isinstance(fleet.tools.indexes.look(tx, fleet.pool_id, make_request(1), load_now(tx), horizon=None), NoPlan)

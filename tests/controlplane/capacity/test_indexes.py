@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from random import Random
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 from controlplane.capacity.indexes import FORGET_AFTER, PoolIndexes
+from controlplane.capacity.place import Placed, place
+from controlplane.db import reservations
 from controlplane.db.placements import load_changes
 from controlplane.db.time import load_now
+from controlplane.db.tx import run_transaction
 from controlplane.db.views import load_node_views
 from controlplane.model.planner import NoPlan, Plan
 from tests.support.fleets import make_request
@@ -154,6 +159,40 @@ async def test_what_a_transaction_is_placing_is_not_given_to_another(dsn: Dsn) -
         await same_as_rows(fleet, indexes)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_node_that_is_read_around_a_commit_counts_its_plan_once(dsn: Dsn, when: str) -> None:
+    """Its vCPUs and memory were counted as planned and as written, and were short until something else changed."""
+    async with open_fleet(dsn, nodes=1) as fleet:
+        indexes = fleet.tools.indexes
+        await same_as_rows(fleet, indexes)
+        reservation_id = await fleet.draft(1, vcpus=40, memory_mib=1000)
+
+        def read_again() -> None:
+            """Another thread's placement, on a connection of its own."""
+            indexes.doubt(fleet.pool_id, [1])
+            with psycopg.connect(dsn.worker, autocommit=True) as conn:
+                run_transaction(
+                    conn,
+                    lambda tx: indexes.nodes(tx, fleet.pool_id, load_now(tx)),
+                    check=lambda: None,
+                    rng=Random(0),
+                    on_retry=lambda: None,
+                )
+
+        def admit(tx: Tx) -> None:
+            if when == "after":
+                # the database has it, and the index has not heard yet
+                tx.on_end(lambda _: read_again())
+            row = reservations.lock_reservation(tx, reservation_id)
+            assert row is not None
+            assert isinstance(place(tx, fleet.tools, row, load_now(tx)), Placed)
+            if when == "before":
+                read_again()
+
+        await fleet.run(admit)
+        await same_as_rows(fleet, indexes)
+
+
 async def test_a_transaction_that_may_still_change_a_node_is_looked_at_again(dsn: Dsn) -> None:
     async with open_fleet(dsn, nodes=1) as fleet:
         indexes = PoolIndexes()
@@ -176,6 +215,36 @@ async def test_changes_are_kept_by_transaction(dsn: Dsn) -> None:
         changes = await fleet.run(load_changes, fleet.pool_id, begin)
         assert {node_id for _, node_id in changes.nodes} == {1}
         assert (await fleet.run(load_changes, fleet.pool_id, changes.position)).nodes == frozenset()
+
+
+async def test_a_position_is_a_change_that_is_on_disk(dsn: Dsn) -> None:
+    """After a crash, transactions get the numbers of those of which nothing had been written yet."""
+    async with open_fleet(dsn, nodes=1) as fleet:
+        begin = (await fleet.run(load_changes, fleet.pool_id, None)).position
+        (numbers,) = [fleet.execute("select pg_current_xact_id()::text::int8") for _ in range(3)][-1]
+        assert (await fleet.run(load_changes, fleet.pool_id, begin)).position == begin < numbers[0]
+        await fleet.reserve(1)
+        changes = await fleet.run(load_changes, fleet.pool_id, begin)
+        assert changes.position == max(xid for xid, _ in changes.nodes)
+        assert (await fleet.run(load_changes, fleet.pool_id, None)).position == changes.position
+
+
+async def test_what_a_transaction_noted_as_its_own_is_forgotten_if_it_did_not_happen(dsn: Dsn) -> None:
+    """Its number may be another's after a crash."""
+    async with open_fleet(dsn, nodes=1) as fleet:
+        indexes = PoolIndexes()
+        await same_as_rows(fleet, indexes)
+
+        def note(tx: Tx, xid: int) -> None:
+            indexes.note_own(tx, fleet.pool_id, xid, [1])
+            raise Undone
+
+        (now,) = fleet.execute("select pg_snapshot_xmax(pg_current_snapshot())::text::int8")[0]
+        for xid in range(now, now + 100):
+            with pytest.raises(Undone):
+                await fleet.run(note, xid)
+        await fleet.reserve(8)
+        await same_as_rows(fleet, indexes)
 
 
 async def test_a_pool_that_is_far_behind_is_caught_up_at_its_next_placement(dsn: Dsn) -> None:

@@ -91,6 +91,18 @@ def test_the_tail_shows_what_was_in_flight_and_nothing_older(
     assert _subjects(conn, position) == ["rsv_in_flight"]
 
 
+def test_the_tail_is_an_event_that_is_on_disk(conn: psycopg.Connection[Any]) -> None:
+    """After a crash, transactions get the numbers of those of which nothing had been written yet."""
+    assert outbox.tail(_tx(conn)) == outbox.Position(0, -1)
+    _publish(conn, "rsv_old")
+    conn.commit()
+    for _ in range(3):
+        conn.execute("select pg_current_xact_id()")
+        conn.commit()
+    (event,) = outbox.read_after(_tx(conn), outbox.Position(0, -1), limit=10, tenant_ids=None)
+    assert outbox.tail(_tx(conn)) == event.position
+
+
 def test_filters(conn: psycopg.Connection[Any]) -> None:
     _publish(conn, "rsv_a", tenant_id=1)
     _publish(conn, "rsv_b", tenant_id=2)
