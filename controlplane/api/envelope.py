@@ -1,6 +1,6 @@
 """What happens around every method, in this order and no other.
 
-Route, HTTP method, CSRF header, media type, size, JSON, authenticate, validate; then a read is
+Route, HTTP method, CSRF header, media type, size, JSON, authenticate, validate, wait for a turn; then a read is
 scoped and run, and a mutation goes through `controlplane.api.mutations`. Everything that goes wrong
 becomes one of `controlplane.errors` here: this is the one place of the API that catches everything.
 """
@@ -19,6 +19,7 @@ from controlplane.api.answers import RETRY_AFTER_MS, Answer, as_api_error, data_
 from controlplane.api.calls import Call, Read
 from controlplane.api.inputs import parse_json, validate
 from controlplane.api.mutations import run_mutation
+from controlplane.api.turns import Turns
 from controlplane.db import audit
 from controlplane.iam.catalog import ACTIONS
 from controlplane.iam.port import BadCredential
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 
-# Requests past their body. Each waits for the database's few connections, so more would only queue.
+# Requests past their body, those that wait for their turns among them; and how many of these one tenant may have.
 IN_FLIGHT_MAX = 128
+IN_FLIGHT_OF_ONE_MAX = 96
 
 CSRF_HEADER = "x-better-compute"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
@@ -67,6 +69,8 @@ class Envelope:
         self._methods = methods
         self._groups = sorted({method.group for method in methods.values()})
         self._in_flight = 0
+        # each waits for one of the database's connections at any time: more would only wait there
+        self._turns = Turns(context.db.statistics().pool_size)
 
     async def answer(self, request: Request) -> Answer:
         """Answer one request, whatever happens."""
@@ -98,12 +102,20 @@ class Envelope:
         try:
             principal = await authenticate(self._context, request.headers)
             typed = validate(parsed, method.input)
-            if isinstance(method, Read):
-                return await self._read(method, principal, typed, request.id)
-            scope = await self._context.iam.scope(principal, None)
-            return await run_mutation(Call(self._context, principal, scope, request.id), method, typed)
+            if self._turns.count(principal.tenant_id) >= IN_FLIGHT_OF_ONE_MAX:
+                raise errors.RateLimited(
+                    "too many requests of one tenant at once; try again", retry_after_ms=RETRY_AFTER_MS
+                )
+            async with self._turns.take(principal.tenant_id):
+                return await self._run(method, principal, typed, request.id)
         finally:
             self._in_flight -= 1
+
+    async def _run(self, method: AnyMethod, principal: Principal, typed: Any, request_id: str) -> Answer:  # noqa: ANN401
+        if isinstance(method, Read):
+            return await self._read(method, principal, typed, request_id)
+        scope = await self._context.iam.scope(principal, None)
+        return await run_mutation(Call(self._context, principal, scope, request_id), method, typed)
 
     def _route(self, request: Request) -> AnyMethod:
         method = self._methods.get(request.path)
