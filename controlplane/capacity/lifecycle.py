@@ -115,7 +115,9 @@ def _tell_both_holders(tx: Tx, reservation: Reservation, condition: ReservationC
     if len(holders) < len(in_the_way):
         raise Contended("reservation")
     for holder in holders.values():
-        announce(tx, holder, "condition", condition="overrun", present=True, in_the_way_of=reservation.public_id)
+        # whose it is is nobody's business but their own
+        in_the_way_of = reservation.public_id if holder.tenant_id == reservation.tenant_id else None
+        announce(tx, holder, "condition", condition="overrun", present=True, in_the_way_of=in_the_way_of)
     enqueue(tx, "reservation", map(str, holders))
 
 

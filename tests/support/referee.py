@@ -252,7 +252,8 @@ RULES: tuple[Rule, ...] = (
         select format('%s: %s of %s GPUs, %s of %s vCPUs, %s of %s MiB', q.public_id, q.gpus_used, q.gpus_max,
                       q.vcpus_used, q.vcpus_max, q.memory_mib_used, q.memory_mib_max)
         from quota q
-        where q.gpus_used > q.gpus_max or q.vcpus_used > q.vcpus_max or q.memory_mib_used > q.memory_mib_max
+        -- null of either is no limit
+        where q.gpus_used > q.gpus_max + q.gpus_borrow_max or q.vcpus_used > q.vcpus_max or q.memory_mib_used > q.memory_mib_max
         """,
     ),
     # --- nothing leaks: every row has a live owner, and every owner its rows -------------------------

@@ -301,6 +301,22 @@ async def test_who_is_in_the_way_is_told_of_it_only_while_nobody_changes_it(dsn:
         assert told == [(later.public_id,)]
 
 
+async def test_who_is_in_the_way_of_another_tenant_is_not_told_of_whose_reservation(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        fleet.execute("insert into iam.tenant (public_id, slug, name) values ('ten_rival', 'rival', 'Rival')")
+        first = await fleet.reserve(8, duration_s=3600)
+        await fleet.bound(first)
+        later = await fleet.reserve(8, start_s=3600, duration_s=3600, tenant_id=2)
+        fleet.advance(3601)
+        await fleet.step(first)
+        assert (await fleet.step(later)).conditions == ["waiting_for_release"]
+        (told,) = fleet.execute(
+            "select data from outbox where kind = 'reservation.condition' and subject = %s", first.public_id
+        )
+        assert (told[0]["condition"], told[0]["in_the_way_of"]) == ("overrun", None)
+        assert later.public_id not in str(told)
+
+
 async def test_a_waiting_reservation_moves_where_there_is_room(dsn: Dsn) -> None:
     async with open_fleet(dsn, nodes=1) as fleet:
         first = await fleet.reserve(8, duration_s=3600)
