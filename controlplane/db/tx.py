@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, LiteralString, NoReturn, TypeVar
 
 import psycopg
 from psycopg import errors
-from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, TransactionStatus
+from psycopg.pq import ExecStatus, TransactionStatus
 
 from controlplane.db.rows import make_rows
 
@@ -177,8 +177,10 @@ def translated(exc: psycopg.Error) -> Exception:
         return conflict(exc.diag.message_primary or str(exc), constraint=exc.diag.constraint_name or "")
     if other := _OTHERS.get(type(exc)):
         return other(exc.diag.message_primary or str(exc))
-    # Without a SQLSTATE the error is libpq's own: the socket failed.
-    if isinstance(exc, psycopg.OperationalError) and (exc.sqlstate is None or exc.sqlstate.startswith("08")):
+    # Without a SQLSTATE the error is libpq's own: the socket failed. It comes as the base class where psycopg was given
+    # a result that says so, which is before libpq calls the connection bad.
+    lost = type(exc) is psycopg.DatabaseError or isinstance(exc, psycopg.OperationalError)
+    if lost and (exc.sqlstate is None or exc.sqlstate.startswith("08")):
         return DatabaseUnavailable(str(exc))
     return exc
 
@@ -396,8 +398,6 @@ def _send_command(conn: psycopg.Connection[Any], command: bytes) -> None:
         result = conn.pgconn.exec_(command)
         if result.status == ExecStatus.COMMAND_OK:
             return
-        if conn.pgconn.status == ConnStatus.BAD and not result.error_field(DiagnosticField.SQLSTATE):
-            raise psycopg.OperationalError(result.get_error_message())
         raise errors.error_from_result(result)
     except psycopg.Error as exc:
         _raise_translated(exc)

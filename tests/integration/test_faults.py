@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import time
 from collections import Counter
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -14,11 +17,11 @@ import trio
 
 from controlplane.cli.client import ApiFailure
 from controlplane.db import outbox
-from controlplane.db.embedded import open_embedded
+from controlplane.db.embedded import EmbeddedPostgres, open_embedded
 from controlplane.db.migrate import find_migrations, load, migrate
 from controlplane.db.pool import DatabaseConfig, open_database
 from controlplane.db.time import load_now
-from controlplane.db.tx import DatabaseError
+from controlplane.db.tx import DatabaseError, DatabaseUnavailable, UnknownCommit, run_transaction
 from controlplane.model.planner import NoPlan
 from shared.identity import make_key
 from shared.signing import Context, NodeSigner, encode_envelope
@@ -182,6 +185,45 @@ async def test_an_answered_reservation_outlives_kill_9_of_postgresql(tmp_path: P
             assert (await eventually(there, what="the reservation is there"))["id"] == reservation["id"]
             await stack.wait_state(reservation, "active")
             stack.assert_sound()
+
+
+def test_a_connection_that_another_sessions_crash_has_ended_is_a_lost_one(place: Path) -> None:
+    """libpq does not call it bad yet, and BEGIN or COMMIT on it was a fault of ours."""
+    with EmbeddedPostgres(place / "pg") as server:
+        for sent in (False, True):
+            with (
+                psycopg.connect(server.dsn(), autocommit=True) as conn,
+                psycopg.connect(server.dsn(), autocommit=True) as other,
+            ):
+
+                def crash(_: Tx | None = None, conn: Any = conn, other: Any = other) -> None:
+                    os.kill(other.info.backend_pid, signal.SIGKILL)
+                    ended = select.poll()
+                    ended.register(conn.fileno(), select.POLLRDHUP)
+                    assert ended.poll(10_000), "the server ends all sessions with it"
+
+                if not sent:
+                    crash()
+                with pytest.raises(UnknownCommit if sent else DatabaseUnavailable):
+                    run_transaction(
+                        conn,
+                        crash if sent else lambda _: None,
+                        check=lambda: None,
+                        rng=Random(0),
+                        on_retry=lambda: None,
+                    )
+            wait_until_up(server)
+
+
+def wait_until_up(server: EmbeddedPostgres) -> None:
+    for _ in range(1000):
+        try:
+            psycopg.connect(server.dsn()).close()
+        except psycopg.OperationalError:
+            time.sleep(0.02)  # sleeps: between two looks at a server that recovers
+        else:
+            return
+    raise AssertionError("PostgreSQL does not come back")
 
 
 async def test_a_crash_that_takes_transactions_back_hides_nothing_from_who_went_on(place: Path) -> None:

@@ -253,7 +253,8 @@ RULES: tuple[Rule, ...] = (
                       q.vcpus_used, q.vcpus_max, q.memory_mib_used, q.memory_mib_max)
         from quota q
         -- null of either is no limit
-        where q.gpus_used > q.gpus_max + q.gpus_borrow_max or q.vcpus_used > q.vcpus_max or q.memory_mib_used > q.memory_mib_max
+        where q.gpus_used > q.gpus_max + q.gpus_borrow_max or q.vcpus_used > q.vcpus_max
+           or q.memory_mib_used > q.memory_mib_max
         """,
     ),
     # --- nothing leaks: every row has a live owner, and every owner its rows -------------------------
