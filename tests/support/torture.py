@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,13 +25,17 @@ from psycopg import sql
 
 from controlplane.db.leases import StaleEpoch
 from controlplane.db.nodes import mark_unreachable
+from controlplane.db.time import load_now
 from controlplane.db.tx import OPERATING_ERRORS
+from controlplane.db.views import load_node_views
 from tests.support.witnesses import Arena, open_arena
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
+    from controlplane.capacity.indexes import PoolIndexes
     from controlplane.db.tx import Tx
+    from controlplane.model.nodeview import NodeView
     from tests.support.postgres import Dsn
 
 NODES, GPUS = 6, 8
@@ -91,6 +95,8 @@ class Torture:
             with trio.move_on_after(seconds):
                 await self._over.wait()
             self._over.set()
+        for node_id, (known, there) in (await self.arena.workers.run_tx(_find_stale, self.arena.tools.indexes)).items():
+            self.fail(f"the index has of node {node_id}: {known}; there is: {there}")
 
     async def _go_on(self, name: str, act: Callable[[random.Random], Any]) -> None:
         rng = self.rng(name)
@@ -136,6 +142,22 @@ class Torture:
         for breach in await trio.to_thread.run_sync(self.arena.find_breaches):
             self.fail(breach)
         self.counts["looked"] += 1
+
+
+def _find_stale(tx: Tx, indexes: PoolIndexes) -> dict[int, tuple[NodeView, NodeView]]:
+    """What the indexes have of nodes, where that is not what a fresh read has: known, and there."""
+    stale: dict[int, tuple[NodeView, NodeView]] = {}
+    for (pool_id,) in tx.tuples("select pool_id from pool"):
+        indexes.end_pass(pool_id)
+        known = {view.node_id: _in_order(view) for view in indexes.nodes(tx, pool_id, load_now(tx))}
+        for there in map(_in_order, load_node_views(tx, pool_id)):
+            if known[there.node_id] != there:
+                stale[there.node_id] = known[there.node_id], there
+    return stale
+
+
+def _in_order(view: NodeView) -> NodeView:
+    return replace(view, booked=tuple(sorted(view.booked)), scalars_booked=tuple(sorted(view.scalars_booked)))
 
 
 def _notice_silence(tx: Tx) -> None:
