@@ -104,12 +104,28 @@ async def run_dev(settings: DevSettings, say: Callable[[str], None]) -> None:
     async with trio.open_nursery() as nursery:
         stop = trio.Event()
         await nursery.start(run_until_signal, stop)
+        await _check_port(settings.port)
         try:
             async with _data_directory(settings) as directory:
                 await _run_in(directory, _Run(settings, say, stop))
         except EmbeddedPostgresError as exc:
             raise Failed("DATABASE", str(exc), *([exc.hint] if exc.hint else [])) from exc
         nursery.cancel_scope.cancel("stopped")
+
+
+async def _check_port(port: int) -> None:
+    """Refuse a port that is taken before anything is started. Raises Failed."""
+    try:
+        (probe, *_) = await trio.open_tcp_listeners(port, host="127.0.0.1")
+    except OSError as exc:
+        if exc.errno != errno.EADDRINUSE:
+            raise Failed("PORT", f"--port: cannot listen on 127.0.0.1:{port}: {exc.strerror}") from exc
+        raise Failed(
+            "PORT",
+            f"--port: 127.0.0.1:{port} is in use, perhaps by another `bcctl dev`",
+            "stop that one, or choose another with --port; 0 is any that is free",
+        ) from exc
+    probe.socket.close()
 
 
 @asynccontextmanager
