@@ -15,6 +15,8 @@ I = TypeVar("I", bound=msgspec.Struct)  # noqa: E741 - as in calls
 
 _AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>.*)`\Z", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`\Z", re.DOTALL)
+_BOUND = re.compile(r"Expected `int` (?P<sign>[<>]=) (?P<number>-?\d+)\Z")
+_BOUNDS = {"<=": "most", ">=": "least"}
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`\Z", re.DOTALL)
 # \u0000 with an even number of backslashes before it: an escape, not the text of one.
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -69,6 +71,8 @@ def _explain(message: str, expected: type[msgspec.Struct]) -> Invalid:
         return Invalid(f"{name}: is required", field=name)
     if what.startswith("Invalid enum value") and (values := _literal_values(expected, path)):
         what = f"must be one of {', '.join(values)}"
+    if bound := _BOUND.match(what):
+        return Invalid(f"{path}: must be at {_BOUNDS[bound['sign']]} {bound['number']}", field=path or None)
     text = what.replace("`", "")
     return Invalid(f"{path}: {text[:1].lower()}{text[1:]}", field=path or None)
 

@@ -43,6 +43,12 @@ def not_found(kind: str, ref: str, *, field: str, candidates: Sequence[str] = ()
     return NotFound(f"{field}: no {kind} {ref}{did_you_mean(ref, candidates)}", field=field)
 
 
+def no_such_id(kind: str, ref: str, *, form: str, field: str = "id") -> NotFound:
+    """Make the error for what goes by its id alone: `form` is the first part of such an id."""
+    fix = "" if ref.startswith(f"{form}_") else f"; it goes by its id, {form}_…"
+    return NotFound(f"{field}: no {kind} {ref}{fix}", field=field)
+
+
 def check_slug(slug: str, *, field: str = "slug") -> None:
     """Raises Invalid."""
     if not is_slug(slug):

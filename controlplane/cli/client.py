@@ -93,8 +93,9 @@ class BadAnswer(ClientError):
 class ApiFailure(ClientError):
     """The API's own error; see docs/reference/errors.md for the codes."""
 
-    def __init__(self, error: Mapping[str, Any], *, status: int, request_id: str) -> None:
+    def __init__(self, error: Mapping[str, Any], *, method: str, status: int, request_id: str) -> None:
         super().__init__(str(error.get("message", "")), status=status)
+        self.method = method
         self.code = str(error.get("code", "INTERNAL"))
         self.field: str | None = error.get("field")
         self.retry_after_ms: int | None = error.get("retry_after_ms")
@@ -219,7 +220,7 @@ class AsyncApiClient:
                 if not isinstance(data, dict):
                     raise self._not_ours(response)
                 return cast("JsonObject", data)
-            failure = ApiFailure(error, status=response.status_code, request_id=request_id)
+            failure = ApiFailure(error, method=path, status=response.status_code, request_id=request_id)
             tries += 1
             if failure.code != "IN_PROGRESS" or tries >= IN_PROGRESS_TRIES_MAX:
                 raise failure
@@ -263,7 +264,9 @@ class AsyncApiClient:
             if response.status_code != 200:
                 await response.aread()
                 error: JsonObject = self._decode(response).get("error", {})
-                raise ApiFailure(error, status=response.status_code, request_id=headers["x-request-id"])
+                raise ApiFailure(
+                    error, method="events/stream", status=response.status_code, request_id=headers["x-request-id"]
+                )
             await on_open()
             events = cast("AsyncGenerator[httpx2.ServerSentEvent]", aiter(httpx2.EventSource(response)))
             async with aclosing(events):

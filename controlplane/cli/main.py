@@ -164,7 +164,7 @@ def _api_hints(exc: ApiFailure, session: Session) -> list[str]:
     match exc.code:
         case "UNAUTHENTICATED":
             hints.append(session.connection.key_hint if key is None else f"the key comes from {key.source}")
-        case "SOLD_OUT":
+        case "SOLD_OUT" if exc.method == "reservations/create":
             hints.append("without --no-queue it waits for room")
         case "QUOTA_EXCEEDED":
             hints.append("`bcctl quotas list` shows the limits and what is used")

@@ -142,8 +142,8 @@ def show_value(name: str, value: object) -> str:  # noqa: PLR0911 - a table of c
             return "yes" if value else "no"
         case int() if name.endswith("_mib") or "_mib_" in name:
             return show_memory(value)
-        case int() if name.endswith("_s"):
-            return show_duration(value)
+        case int() | float() if name.endswith("_s"):
+            return show_duration(round(value))
         case str() if name in _INSTANTS or name.endswith(_INSTANT_ENDINGS):
             return _show_instant(value)
         case list():
@@ -260,7 +260,11 @@ def render_record(
     data: Mapping[str, Any], *, skip: Sequence[str] = (), width: int | None = None, color: bool = False
 ) -> str:
     """Return a thing's fields one a line, in their order; `skip` names fields that are not shown."""
-    fields = [(label_of(name), show_value(name, value)) for name, value in data.items() if name not in skip]
+    # two fields of one label would look like a fault: since when a state holds is told from the state
+    fields = [
+        (f"{label_of(name)} since" if name.removesuffix("_at") in data.keys() - {name} else label_of(name), value)
+        for name, value in ((name, show_value(name, value)) for name, value in data.items() if name not in skip)
+    ]
     return _record(fields, width, color=color)
 
 

@@ -55,8 +55,10 @@ def window_of(found: Mapping[str, Any]) -> str:
     if found["start"] is None:
         return f"{show_duration(found['duration_s'])} from when there is room" if found["duration_s"] else "-"
     start = datetime.fromisoformat(found["start"])
+    if found["end"] is None and found["duration_s"]:
+        return f"{show_duration(found['duration_s'])} from when there is room, not before {show_time(start)}"
     if found["end"] is None:
-        return f"{show_time(start)} until released" if not found["duration_s"] else show_time(start)
+        return f"{show_time(start)} until released"
     end = datetime.fromisoformat(found["end"])
     return f"{show_time(start)} to {show_time(end)} ({show_duration(round((end - start).total_seconds()))})"
 

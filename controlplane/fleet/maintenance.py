@@ -129,7 +129,7 @@ def _problem(name: str, calendar: Sequence[Busy], start: datetime, length: timed
         return f"{name} is booked without an end by {', '.join(endless)}; shrink or evict that first"
     there = in_the_way(calendar, start, length)
     named = ", ".join(b.holder for b in there[:_NAMED_MAX]) + (", …" if len(there) > _NAMED_MAX else "")
-    return f"{name} is booked by {named} then; it is free from {text_of(gap)} on, which earliest=true takes"
+    return f"{name} is booked by {named} then; it is free from {text_of(gap)} on, which `earliest` takes"
 
 
 def _warn(tx: Tx, node_id: int, name: str, public_id: str, *, start: datetime, end: datetime, reason: str) -> None:

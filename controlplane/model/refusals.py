@@ -217,8 +217,14 @@ def _narrow_to_parts(request: PlacementRequest, nodes: list[NodeView]) -> list[N
             most = max(count for count, _ in counts)
             there = "such node" if len(counts) < len(nodes) or request.gpus_per_node else "node"
             wanted = f"{ask.count} x {ask.device_class}"
-            return Impossible("devices", f"needs {wanted} on one {there}; the most on one of this pool: {most}")
+            # MIG instances that the pool has nowhere were refused when the request was resolved
+            fix = "" if any(_has(node, ask.device_class) for node in nodes) else "; no GPU of it is shared like that"
+            return Impossible("devices", f"needs {wanted} on one {there}; the most on one of this pool: {most}{fix}")
     return enough
+
+
+def _has(node: NodeView, device_class: str) -> bool:
+    return node.shared is not None and node.shared.total(device_class) > 0
 
 
 def _narrow_to_linked(request: PlacementRequest, nodes: list[NodeView]) -> list[NodeView] | Impossible:

@@ -169,7 +169,7 @@ def test_labels_and_selectors(server: CommandServer, bcctl: CommandLine) -> None
 def test_a_gpu_is_shared_in_time_slots(server: CommandServer, bcctl: CommandLine) -> None:
     what = ("reserve", "--pool", "h100", "--for", "1h")
     ran = bcctl(*what, "--device", "slot.1/4=1")
-    assert ran.err.startswith("IMPOSSIBLE: devices: needs 1 x slot.1/4 on one node; the most on one of this pool: 0\n")
+    assert "the most on one of this pool: 0; no GPU of it is shared like that\n" in ran.err
     assert fields(bcctl("devices", "share", "GPU-0001-7", "--slots", "4").value)["time slots"] == "4"
     assert rows(bcctl("devices", "list", "--node", "node-1").value)[7][5] == "1/4"
     quarter = json.loads(bcctl(*what, "--device", "slot.1/4=1", "--output", "json").value)
@@ -179,6 +179,7 @@ def test_a_gpu_is_shared_in_time_slots(server: CommandServer, bcctl: CommandLine
     assert fields(mixed.value)["asked for"] == "2 GPUs, 1 x slot.1/4, 4 vCPUs"
     ran = bcctl("devices", "unshare", "GPU-0001-7")
     assert ran.err.startswith(f"CONFLICT: device: GPU-0001-7 is booked or held ({quarter['id']}, ")
+    assert "; cordon its node, and make it whole when they have ended\n" in ran.err
     for text, message in (
         ("slot.1/5=1", "INVALID: devices: 'slot.1/5' is no class of devices; use gpu, mig.PROFILE as in mig.3g.40gb, "),
         ("mig.3g=1", "INVALID: devices: 'mig.3g' is no class of devices; "),

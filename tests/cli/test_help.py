@@ -73,7 +73,10 @@ def test_every_command_says_what_it_does_in_a_sentence(path: str) -> None:
             ["reserve", "--pool", "h100", "--for", "1h"],
             "say how much: --gpus N, --device CLASS=N, --vcpus N, --memory SIZE",
         ),
-        (["reserve", "--pool", "p", "--gpus", "1", "--for", "1h", "--open-ended"], "say how long"),
+        (
+            ["reserve", "--pool", "p", "--gpus", "1", "--for", "1h", "--open-ended"],
+            "--for and --open-ended say two things",
+        ),
         (["reserve", "--pool", "p", "--gpus", "0", "--for", "1h"], "0 is not in the range x>=1."),
         (["reserve", "--pool", "p", "--gpus", "1", "--for", "8"], "'8' is not a duration; write for example 45s, 30m"),
         (["reserve", "--pool", "p", "--gpus", "1", "--for", "-1h"], "'-1h' is not a duration"),

@@ -10,7 +10,7 @@ import pytest
 from controlplane.cli import render
 from controlplane.cli.commands import events, pools, quotas, reservations, status
 from controlplane.cli.render import BadQuery, Column
-from controlplane.cli.reservation_text import next_steps, pairs_of
+from controlplane.cli.reservation_text import next_steps, pairs_of, window_of
 from tests.support.answers import ACTIVE, BOARD, CAPACITY, EVENTS, OVERDUE, POOL, QUEUED, QUOTA
 
 if TYPE_CHECKING:
@@ -67,6 +67,19 @@ def test_reservations(golden: Golden, found: dict[str, Any]) -> None:
     golden.check(f"reservation-{found['state']}.txt", text + "\n")
 
 
+@pytest.mark.parametrize(
+    ("start", "duration_s", "shown"),
+    [
+        (None, 3600, "1h from when there is room"),
+        (None, None, "-"),
+        ("2030-01-01T10:00:00Z", 3600, "1h from when there is room, not before 2030-01-01 10:00:00Z"),
+        ("2030-01-01T10:00:00Z", None, "2030-01-01 10:00:00Z until released"),
+    ],
+)
+def test_the_window_of_one_that_waits(start: str | None, duration_s: int | None, shown: str) -> None:
+    assert window_of({"start": start, "end": None, "duration_s": duration_s}) == shown
+
+
 @pytest.mark.parametrize("pool", [CAPACITY, CPU_CAPACITY], ids=["gpu", "cpu"])
 def test_capacity_of_one_pool(golden: Golden, pool: dict[str, Any]) -> None:
     golden.check(f"capacity-{pool['slug']}.txt", render.render_pairs(pools.capacity_pairs(pool)) + "\n")
@@ -91,6 +104,15 @@ def test_a_record_shows_fields_by_the_kind_of_their_names(golden: Golden) -> Non
     }
     golden.check("record.txt", render.render_record(record) + "\n")
     assert render.render_record(record, skip=["detail", "name"]).count("\n") == 7
+
+
+def test_a_state_and_since_when_it_holds_have_two_labels() -> None:
+    record = {"connectivity": "connected", "connectivity_at": "2030-01-01T10:00:00Z", "last_seen_s": 14.6}
+    assert render.render_record(record).splitlines() == [
+        "connectivity        connected",
+        "connectivity since  2030-01-01 10:00:00Z",
+        "last seen           15s",
+    ]
 
 
 @pytest.mark.parametrize(

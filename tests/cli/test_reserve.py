@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ def test_sold_out_queued_and_impossible_are_three_answers(server: CommandServer,
         bcctl("reserve", "--pool", "h100", "--gpus", "8", "--for", "1h", "--query", "id")
     ran = bcctl(*ASK, "--no-queue")
     assert ran.status == 1
-    assert ran.err.startswith("SOLD_OUT: ")
+    assert re.match(r"SOLD_OUT: .*; could start at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\n", ran.err)
     assert "hint: without --no-queue it waits for room\n" in ran.err
     ran = bcctl(*ASK, "--timeout", "1s", "--queue-for", "1h")
     assert ran.status == 1
@@ -110,7 +111,28 @@ def test_bad_input_names_the_field_the_fix_and_the_option(server: CommandServer,
     assert ran.err.endswith("hint: start is --at here\n")
     ran = bcctl("reserve", "--pool", "h100", "--gpus", "1", "--for", "5000d")
     assert "hint: duration_s is --for here\n" in ran.err
-    assert bcctl("reservations", "get", "rsv_nothing").err.startswith("NOT_FOUND: ")
+    assert bcctl("reservations", "get", "rsv_nothing").err == "NOT_FOUND: id: no reservation rsv_nothing\n"
+    ran = bcctl("reservations", "get", "llama")
+    assert ran.err == "NOT_FOUND: id: no reservation llama; it goes by its id, rsv_…\n"
+
+
+def test_two_wishes_that_exclude_each_other_are_named(bcctl: CommandLine) -> None:
+    ran = bcctl(*ASK, "--open-ended")
+    assert (ran.status, ran.err.splitlines()[0]) == (2, "USAGE: --for and --open-ended say two things")
+    ran = bcctl("reservations", "extend", "rsv_x", "--by", "1h", "--until", "+2h")
+    assert (ran.status, ran.err.splitlines()[0]) == (2, "USAGE: --until and --by say two things")
+    assert "say how long" in bcctl(*ASK[:-2]).err
+    assert "say the new end" in bcctl("reservations", "shrink", "rsv_x").err
+
+
+def test_an_operator_puts_one_behind(server: CommandServer, bcctl: CommandLine) -> None:
+    for _ in range(2):
+        bcctl("reserve", "--pool", "h100", "--gpus", "8", "--for", "1h", "--query", "id")
+    waits = reserve(bcctl, "--no-wait")
+    assert bcctl("reservations", "prioritize", waits, "-5", "--query", "priority").value == "-5"
+    assert bcctl("reservations", "prioritize", waits, "7", "--query", "priority").value == "7"
+    ran = bcctl("reservations", "prioritize", waits, "--priority", "5")
+    assert (ran.status, ran.err.startswith("USAGE: ")) == (2, True)
 
 
 def test_a_plan_books_nothing(server: CommandServer, bcctl: CommandLine) -> None:

@@ -22,7 +22,8 @@ def rows(text: str) -> list[list[str]]:
 def test_a_series_is_planned_made_listed_and_cancelled(server: CommandServer, bcctl: CommandLine) -> None:
     when = ("--first", "2031-03-29", "--count", "2")
     planned = bcctl("series", "create", *RULE, *when, "--plan").value
-    assert [row[:3] for row in rows(planned[planned.index("DATE") :])] == [
+    assert planned.startswith("DATE")
+    assert [row[:3] for row in rows(planned)] == [
         ["2031-03-29", "2031-03-29", "21:00Z"],
         ["2031-03-30", "2031-03-30", "20:00Z"],
     ]
@@ -37,6 +38,15 @@ def test_a_series_is_planned_made_listed_and_cancelled(server: CommandServer, bc
     assert cancelled.count("cancelled") >= 2
     wrong = bcctl("series", "create", *RULE, "--count", "2", "--first", "2001-01-01")
     assert wrong.err.startswith("INVALID: first_date: 2001-01-01 is in the past")
+
+
+def test_a_series_without_room_is_not_told_to_queue(server: CommandServer, bcctl: CommandLine) -> None:
+    bcctl("reserve", "--pool", "h100", "--gpus", "16", "--nodes", "2", "--at", "2031-03-29T20:00Z", "--for", "9h")
+    refused = bcctl("series", "create", *RULE, "--first", "2031-03-29", "--count", "1")
+    assert refused.err.startswith("SOLD_OUT: 1 of 1 windows cannot be placed: ")
+    assert "--no-queue" not in refused.err
+    one = bcctl("reserve", "--pool", "h100", "--gpus", "1", "--at", "2031-03-29T21:00Z", "--for", "1h", "--no-queue")
+    assert "hint: without --no-queue it waits for room\n" in one.err
 
 
 def test_a_pool_has_limits(server: CommandServer, bcctl: CommandLine) -> None:
@@ -70,5 +80,14 @@ def test_what_is_no_rule_is_a_usage_error() -> None:
         with pytest.raises(click.UsageError, match="is no day"):
             series._parse_days(typed)
     assert series._parse_to("08:00+3d") == ("08:00", 3)
-    with pytest.raises(click.UsageError, match="is not a time of day"):
-        series._parse_to("8am")
+    assert series._parse_from("09:00") == "09:00"
+    for typed in ("8am", "8:00", "24:00", "08:60"):
+        with pytest.raises(click.UsageError, match=r"--to: .* is not a time of day"):
+            series._parse_to(typed)
+        with pytest.raises(click.UsageError, match=r"--from: .* is not a time of day; write for example 09:00"):
+            series._parse_from(typed)
+
+
+def test_two_ends_of_a_window_are_a_usage_error(bcctl: CommandLine) -> None:
+    ran = bcctl("series", "create", *RULE, "--for", "8h", "--count", "2")
+    assert (ran.status, ran.err.splitlines()[0]) == (2, "USAGE: --to and --for say two things")

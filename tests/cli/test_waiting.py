@@ -71,7 +71,11 @@ async def test_one_that_stays_away_is_given_up(autojump_clock: trio.testing.Mock
 
 
 async def test_a_refusal_ends_it_at_once(autojump_clock: trio.testing.MockClock) -> None:
-    waiting, client = watch(ApiFailure({"code": "UNAUTHENTICATED", "message": "revoked"}, status=401, request_id=""))
+    waiting, client = watch(
+        ApiFailure(
+            {"code": "UNAUTHENTICATED", "message": "revoked"}, method="reservations/get", status=401, request_id=""
+        )
+    )
     with pytest.raises(ApiFailure, match="revoked"):
         await waiting.wait_usable()
     assert client.reads == 1

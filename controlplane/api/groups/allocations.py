@@ -86,7 +86,7 @@ def _shown(row: AllocationRow) -> Allocation:
 def _find(tx: Tx, call: Call, ref: str) -> AllocationRow:
     row = allocation_views.find_allocation(tx, ref, within=call.scope.filter)
     if row is None:
-        raise resolve.not_found("allocation", ref, field="id")
+        raise resolve.no_such_id("allocation", ref, form="alloc")
     return row
 
 

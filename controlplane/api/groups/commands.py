@@ -104,7 +104,7 @@ def _shown(row: commands.Command) -> Command:
 def _find(tx: Tx, call: Call, ref: str) -> commands.Command:
     row = commands.find_command(tx, ref) if call.scope.everything else None
     if row is None:
-        raise resolve.not_found("command", ref, field="id")
+        raise resolve.no_such_id("command", ref, form="cmd")
     return row
 
 

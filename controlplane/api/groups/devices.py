@@ -147,8 +147,9 @@ def _share(tx: Tx, _: Call, typed: ShareDevice, target: Target[DeviceRow]) -> Ou
         users = devices.load_users(tx, row.device_id, limit=USERS_SHOWN)
         if users:
             shown = ", ".join(user or "maintenance" for user in users)
+            wish = "share it" if typed.time_slots > 1 else "make it whole"
             raise Conflict(
-                f"device: {row.uuid} is booked or held ({shown}); cordon its node, and share it when they have ended",
+                f"device: {row.uuid} is booked or held ({shown}); cordon its node, and {wish} when they have ended",
                 field="device",
             )
         devices.set_time_slots(tx, row.device_id, typed.time_slots)

@@ -119,7 +119,7 @@ def _shown(row: db.Maintenance) -> Maintenance:
 def _find(tx: Tx, call: Call, public_id: str) -> db.Maintenance:
     row = db.find_maintenance(tx, public_id) if call.scope.everything else None
     if row is None:
-        raise resolve.not_found("maintenance", public_id, field="id")
+        raise resolve.no_such_id("maintenance", public_id, form="mnt")
     return row
 
 

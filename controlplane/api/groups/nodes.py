@@ -250,7 +250,12 @@ def _revoke(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow
 def _decommission(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
     node = _lock(tx, target.row)
     if holders := nodes.load_holders(tx, node.node_id):
-        fix = "nodes/forceDecommission lets go of them" if node.connectivity == "unreachable" else "drain it first"
+        away = node.connectivity == "unreachable"
+        fix = (
+            "it is away: only a decommission by force (nodes/forceDecommission) lets go of them"
+            if away
+            else "drain it first"
+        )
         raise Conflict(f"node: {node.name} still has {move.count_holders(holders)}; {fix}", field="node")
     retire.decommission(tx, node, reason=typed.reason, now=load_now(tx))
     return Outcome(Gone(id=node.public_id, name=node.name, released=[]))

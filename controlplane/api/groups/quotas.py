@@ -149,7 +149,7 @@ def _shown(row: quota_records.Quota) -> Quota:
 def _find(tx: Tx, call: Call, ref: str) -> quota_records.Quota:
     row = quota_records.find_quota(tx, ref, within=call.scope.filter)
     if row is None:
-        raise resolve.not_found("quota", ref, field="quota")
+        raise resolve.no_such_id("quota", ref, form="quo", field="quota")
     return row
 
 

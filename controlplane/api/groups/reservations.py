@@ -162,7 +162,11 @@ def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: Reservation, sh
     else:
         _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
         if not given.queue:
-            when = "" if short.earliest is None else f"; could start at {short.earliest.astimezone(UTC).isoformat()}"
+            when = (
+                ""
+                if short.earliest is None
+                else f"; could start at {short.earliest.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+            )
             raise SoldOut(f"{short.detail}{when}")
         # at once, not with the first pass: from now on those who come later must not be in its way
         _queue(tx, row, short.detail, estimated_start=short.earliest)
@@ -190,7 +194,7 @@ def _reject(tx: Tx, _: Call, target: Target[Reservation], error: ApiError) -> No
 def _find(tx: Tx, call: Call, public_id: str) -> Reservation:
     row = reservations.find_reservation(tx, public_id, call.scope.filter)
     if row is None:
-        raise resolve.not_found("reservation", public_id, field="id")
+        raise resolve.no_such_id("reservation", public_id, form="rsv")
     return row
 
 

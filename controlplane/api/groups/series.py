@@ -199,7 +199,7 @@ def _check_all(occurrences: Sequence[Occurrence], outcomes: Sequence[object]) ->
 def _find(tx: Tx, call: Call, public_id: str) -> db_series.Series:
     row = db_series.find_series(tx, public_id, call.scope.filter)
     if row is None:
-        raise resolve.not_found("series", public_id, field="id")
+        raise resolve.no_such_id("series", public_id, form="ser")
     return row
 
 

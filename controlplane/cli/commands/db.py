@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from controlplane.cli.options import OrderedGroup
+
 _CONFIG = click.option(
     "--config",
     "path",
@@ -15,7 +17,7 @@ _CONFIG = click.option(
 )
 
 
-@click.group("db")
+@click.group("db", cls=OrderedGroup)
 def command() -> None:
     """Prepare the database of a control plane, and look at its schema."""
 

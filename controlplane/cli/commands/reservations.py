@@ -180,7 +180,8 @@ def evict(session: Session, *, reservation: str, reason: str, yes: bool) -> None
     _show_ended(session, session.change("reservations/evict", {"id": reservation, "reason": reason}))
 
 
-@command.command("prioritize")
+# -5 is a priority, not an option
+@command.command("prioritize", context_settings={"ignore_unknown_options": True})
 @click.argument("reservation")
 @click.argument("priority", type=click.IntRange(-100, 100))
 @pass_session
@@ -197,7 +198,9 @@ def _move_end(session: Session, verb: str, reservation: str, *, until: datetime 
     from datetime import datetime as instant
     from datetime import timedelta
 
-    if (until is None) == (by is None):
+    if until is not None and by is not None:
+        raise click.UsageError("--until and --by say two things")
+    if until is None and by is None:
         raise click.UsageError("say the new end, as in --until 2030-01-31T10:00Z, or the difference, as in --by 2h")
 
     async def move(client: AsyncApiClient) -> JsonObject:

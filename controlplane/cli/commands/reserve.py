@@ -75,7 +75,11 @@ _HOW = (
     click.option("--no-wait", is_flag=True, help="Print the reservation at once, as it then is."),
     click.option("--timeout", type=DURATION, help="Stop waiting after this; the reservation stays. [default: never]"),
     click.option("--priority", type=click.IntRange(-100, 0), help="Behind others in the queue. [default: 0]"),
-    click.option("--plan", is_flag=True, help="Only say where and when it would be placed; book nothing."),
+    click.option(
+        "--plan",
+        is_flag=True,
+        help="Only say where and when it would be placed, whatever the quotas say; book nothing.",
+    ),
     click.option(
         "--idempotency-key", metavar="KEY", help="Repeating a request under its key returns the first outcome."
     ),
@@ -105,7 +109,9 @@ def asked_for(
 ) -> dict[str, object]:
     """Return the API's input for what the options say. Raises UsageError."""
     what = what_asked(whole_node=whole_node, memory=memory, devices=devices, **fields)
-    if (duration is None) != open_ended:
+    if duration is not None and open_ended:
+        raise click.UsageError("--for and --open-ended say two things")
+    if duration is None and not open_ended:
         raise click.UsageError("say how long, as in --for 8h; or --open-ended to hold it until you release it")
     return what | given(duration_s=duration, start=None if start is None else start.isoformat())
 

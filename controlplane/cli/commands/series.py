@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from controlplane.cli.session import Session
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-_TO = re.compile(r"(?P<time>\d\d:\d\d)(\+(?P<days>\d)d)?\Z")
+_CLOCK = r"(?P<time>([01]\d|2[0-3]):[0-5]\d)"
+_FROM = re.compile(rf"{_CLOCK}\Z")
+_TO = re.compile(rf"{_CLOCK}(\+(?P<days>\d)d)?\Z")
 _DATE = click.DateTime(["%Y-%m-%d"])
 
 
@@ -101,7 +103,7 @@ def create(
 
     \b
     bcctl series create --pool h100 --gpus 4 --on mon-fri --from 09:00 --to 17:00 --zone Europe/Berlin --count 20
-    bcctl series create --pool h100 --gpus 8 --from 22:00 --to 06:00 --zone America/New_York --until 2030-06-30
+    bcctl series create --pool h100 --gpus 8 --from 22:00 --to 06:00 --zone America/New_York --count 30
     """
     request = _asked_for(**asked)
     if plan:
@@ -139,9 +141,11 @@ def cancel(session: Session, *, series: str, yes: bool) -> None:
 
 
 def _show(session: Session, found: JsonObject, columns: tuple[Column, ...]) -> None:
-    session.show(found, skip=("windows", "rule", "fits"))
+    if columns is _WINDOWS or not session.plain:
+        session.show(found, skip=("windows", "rule"))
     if session.plain:
-        click.echo()
+        if columns is _WINDOWS:
+            click.echo()
         click.echo(render_table(found["windows"], columns, width=session.width, color=session.color))
 
 
@@ -163,7 +167,9 @@ def _asked_for(
     **what: object,
 ) -> dict[str, object]:
     """Return the API's input for what the options say. Raises UsageError."""
-    if (to_time is None) == (duration is None):
+    if to_time is not None and duration is not None:
+        raise click.UsageError("--to and --for say two things")
+    if to_time is None and duration is None:
         raise click.UsageError("say when a window ends, as in --to 17:00; or how long it is, as in --for 8h")
     if until is None and count is None:
         raise click.UsageError("say when it is over: --until DATE or --count N")
@@ -172,7 +178,7 @@ def _asked_for(
     end, end_days = (None, None) if to_time is None else _parse_to(to_time)
     return amounts | given(
         time_zone=zone,
-        from_time=from_time,
+        from_time=_parse_from(from_time),
         to_time=end,
         to_days=end_days,
         duration_s=duration,
@@ -183,6 +189,12 @@ def _asked_for(
         until=None if until is None else until.date().isoformat(),
         count=count,
     )
+
+
+def _parse_from(text: str) -> str:
+    if not _FROM.match(text):
+        raise click.UsageError(f"--from: {text!r} is not a time of day; write for example 09:00")
+    return text
 
 
 def _parse_to(text: str) -> tuple[str, int | None]:

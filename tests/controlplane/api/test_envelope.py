@@ -99,6 +99,14 @@ async def test_literals_list_their_values(dsn: Dsn) -> None:
         assert (reply.code, reply.field, reply.message) == ("INVALID", "kind", "kind: must be one of gpu, cpu")
 
 
+async def test_bounds_are_said_in_words(dsn: Dsn) -> None:
+    async with open_api(dsn) as api:
+        for limit, message in ((0, "limit: must be at least 1"), (10_000_000, "limit: must be at most ")):
+            reply = await api.call("sites/list", limit=limit)
+            assert (reply.code, reply.field) == ("INVALID", "limit")
+            assert reply.message.startswith(message)
+
+
 async def test_credentials(dsn: Dsn) -> None:
     async with open_api(dsn) as api:
         for header in ("", "Basic Zm9v", "Bearer", "Bearer bck_x.y", f"Bearer {api.root}x", f"Token {api.root}"):

@@ -118,7 +118,7 @@ async def test_a_time_that_is_booked_is_refused_with_the_first_that_is_free(dsn:
         assert refused.value.field == "start"
         assert refused.value.message == (
             f"start: node-0 is booked by {running.public_id} then; it is free from 2030-01-01T04:00:00Z on,"
-            " which earliest=true takes"
+            " which `earliest` takes"
         )
         assert fleet.execute("select count(*) from maintenance") == [(0,)]
         (row,) = await plan(fleet, start_s=HOUR, hours=2, earliest=True)

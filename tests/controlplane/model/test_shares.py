@@ -165,7 +165,10 @@ def test_what_no_node_has_is_impossible_by_name() -> None:
     assert why_impossible(make_request(parts={"slot.1/4": 4}), nodes) is None
     for parts, detail in (
         ({"slot.1/4": 5}, "needs 5 x slot.1/4 on one node; the most on one of this pool: 4"),
-        ({"slot.1/8": 1}, "needs 1 x slot.1/8 on one node; the most on one of this pool: 0"),
+        (
+            {"slot.1/8": 1},
+            "needs 1 x slot.1/8 on one node; the most on one of this pool: 0; no GPU of it is shared like that",
+        ),
     ):
         impossible = why_impossible(make_request(parts=parts), nodes)
         assert impossible is not None

@@ -42,7 +42,7 @@ class SlowServer:
         number = len(self.asked_at)
         self.asked_at.append(trio.current_time())
         if number in self.refused:
-            raise ApiFailure({"code": "SOLD_OUT", "message": "nothing free"}, status=409, request_id="")
+            raise ApiFailure({"code": "SOLD_OUT", "message": "nothing free"}, method="", status=409, request_id="")
         self.tell(f"rsv_{number}", "binding")
         if number not in self.never:
             self.nursery.start_soon(self.activate, number)
