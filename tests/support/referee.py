@@ -44,6 +44,25 @@ _HELD = """
     from allocation a, unnest(a.spans) u where a.released_at is null
   ) """
 
+# Every tenant that a reservation is of, with those above it; which quotas a reservation counts against; and with how
+# many GPUs: its parts of GPUs are added up and rounded up.
+_ABOVE = """
+  with recursive above (tenant_id, id) as (
+    select tenant_id, tenant_id from reservation union
+    select a.tenant_id, t.parent_id from above a join iam.tenant t on t.tenant_id = a.id
+    where t.parent_id is not null"""
+_COUNTS = """
+  exists (select from above a where a.tenant_id = r.tenant_id and a.id = q.tenant_id)
+  and (q.pool_id is null or q.pool_id = r.pool_id)
+  and (q.gpu_model is null or q.gpu_model = (select p.gpu_model from pool p where p.pool_id = r.pool_id))
+  and (q.project_id is null or q.project_id = r.project_id)"""
+_GPUS = """
+  r.gpus_per_node * r.nodes + ceil(r.nodes / 48.0 * coalesce((
+    select sum(split_part(p, '=', 2)::int4
+               * case when p ^@ 'mig.' then substring(p from '/([0-9]+)=')::int4
+                      else 48 / substring(p from '/([0-9]+)=')::int4 end)
+    from unnest(r.parts) p), 0))"""
+
 RULES: tuple[Rule, ...] = (
     # --- I1: no two live bookings overlap in node, span and time ---------------------------------
     Rule(
@@ -221,27 +240,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "quota_counters",
         "I6",
-        """
-        with recursive above (tenant_id, id) as (
-          select tenant_id, tenant_id from reservation union
-          select a.tenant_id, t.parent_id from above a join iam.tenant t on t.tenant_id = a.id
-          where t.parent_id is not null)
+        _ABOVE
+        + """)
         select format('%s: counts %s, %s, %s; used are %s, %s, %s', q.public_id, q.gpus_used, q.vcpus_used,
                       q.memory_mib_used, u.gpus, u.vcpus, u.memory_mib)
         from quota q cross join lateral (
-          select coalesce(sum(r.gpus_per_node * r.nodes + ceil(r.nodes
-                   / 48.0 * coalesce((
-                     select sum(split_part(p, '=', 2)::int4
-                                * case when p ^@ 'mig.' then substring(p from '/([0-9]+)=')::int4
-                                       else 48 / substring(p from '/([0-9]+)=')::int4 end)
-                     from unnest(r.parts) p), 0))), 0) as gpus,
+          select coalesce(sum("""
+        + _GPUS
+        + """), 0) as gpus,
                  coalesce(sum(r.vcpus_per_node * r.nodes), 0) as vcpus,
                  coalesce(sum(r.memory_mib_per_node * r.nodes), 0) as memory_mib
           from reservation r
-          where exists (select from above a where a.tenant_id = r.tenant_id and a.id = q.tenant_id)
-            and r.state in ('placed', 'binding', 'active', 'releasing')
-            and (q.pool_id is null or q.pool_id = r.pool_id)
-            and (q.project_id is null or q.project_id = r.project_id)) u
+          where r.state in ('placed', 'binding', 'active', 'releasing') and """
+        + _COUNTS
+        + """) u
         where (q.gpus_used, q.vcpus_used, q.memory_mib_used) is distinct from (u.gpus, u.vcpus, u.memory_mib)
         """,
     ),
@@ -255,6 +267,58 @@ RULES: tuple[Rule, ...] = (
         -- null of either is no limit
         where q.gpus_used > q.gpus_max + q.gpus_borrow_max or q.vcpus_used > q.vcpus_max
            or q.memory_mib_used > q.memory_mib_max
+        """,
+    ),
+    Rule(
+        # of this period and those to come; what has ended is charged what it used, what has no end the periods begun
+        "quota_hours",
+        "I6",
+        _ABOVE
+        + """), charge as (
+          select r.*, """
+        + _GPUS
+        + """ as gpus, case when r.state in ('releasing', 'released') then r.active_at else lower(r.during) end
+                     at time zone 'UTC' as since,
+                 case when r.state in ('releasing', 'released') then least(r.releasing_at, upper(r.during))
+                      else upper(r.during) end at time zone 'UTC' as until
+          from reservation r
+          where r.state in ('placed', 'binding', 'active')
+             or r.state in ('releasing', 'released') and r.active_at is not null
+        ), period as (
+          select q.*, at as begins, at + every as ends, every
+          from quota q
+          cross join lateral (select ('1 ' || q.hours_period)::interval as every,
+                                     date_trunc(q.hours_period, compute_now() at time zone 'UTC') as current) now
+          cross join lateral generate_series(now.current, greatest(now.current, (select max(until) from charge), (
+            select max(starts_at at time zone 'UTC') from quota_hours h where h.quota_id = q.quota_id)), every) at
+          where q.gpu_hours_max is not null
+        )
+        select format('%s from %s: counts %s us, used are %s', q.public_id, q.begins, coalesce(h.gpu_us, 0), u.gpu_us)
+        from period q
+        left join quota_hours h on h.quota_id = q.quota_id and h.starts_at = q.begins at time zone 'UTC'
+        cross join lateral (
+          select coalesce(sum(r.gpus * 1000000 * extract(epoch from in_it.until - in_it.since)), 0) as gpu_us
+          from charge r
+          cross join lateral (
+            select greatest(r.since, q.begins) as since, least(q.ends, coalesce(r.until, q.every + greatest(
+              date_trunc(q.hours_period, r.since), q.hours_from at time zone 'UTC'))) as until) in_it
+          where in_it.since < in_it.until and """
+        + _COUNTS
+        + """) u
+        where coalesce(h.gpu_us, 0) <> u.gpu_us
+        """,
+    ),
+    Rule(
+        "quota_claims",
+        "I6",
+        _ABOVE
+        + """)
+        select format('%s: lends nothing for %s that wait; there are %s', q.public_id, q.claims, w.count)
+        from quota q cross join lateral (
+          select count(*) from reservation r where r.state = 'queued' and r.preempting and """
+        + _COUNTS
+        + """) w
+        where q.claims <> w.count
         """,
     ),
     # --- nothing leaks: every row has a live owner, and every owner its rows -------------------------

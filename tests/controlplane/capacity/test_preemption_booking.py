@@ -16,6 +16,7 @@ from controlplane.model.planner import NoPlan
 from controlplane.model.quotas import QuotaShort
 from controlplane.queue.outcome import Again, Done
 from controlplane.reconcilers.placement import placement_reconciler
+from tests.support import referee
 from tests.support.ledgers import open_fleet
 from tests.support.quotas import LAB, SIBLING, plant, set_quota, used
 
@@ -57,6 +58,7 @@ def claims(fleet: LedgerFleet) -> dict[int, int]:
 
 async def assert_no_drift(fleet: LedgerFleet) -> None:
     fleet.assert_sound()
+    referee.assert_sound(fleet.owner_dsn)
     for find in (checks.find_quota_drift, checks.find_quota_claims_drift):
         assert await fleet.run(find) == checks.NONE_FOUND
 

@@ -19,6 +19,7 @@ from controlplane.db.tx import CheckConflict, Tx
 from controlplane.errors import QuotaExceeded
 from controlplane.model.periods import GPU_HOUR
 from controlplane.model.quotas import QuotaShort
+from tests.support import referee
 from tests.support.ledgers import START, open_fleet
 from tests.support.quotas import LAB, TEAM, plant
 
@@ -65,6 +66,7 @@ def charged(fleet: LedgerFleet, tenant_id: int = 1) -> dict[str, float]:
 
 async def assert_no_drift(fleet: LedgerFleet) -> None:
     fleet.assert_sound()
+    referee.assert_sound(fleet.owner_dsn)
     for find in (checks.find_quota_drift, checks.find_quota_hours_drift, checks.find_quota_claims_drift):
         assert await fleet.run(find) == checks.NONE_FOUND
 

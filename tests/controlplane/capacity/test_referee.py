@@ -70,6 +70,8 @@ BREACHES: dict[str, LiteralString] = {
     "node_counters": "update node_capacity set gpu_held = gpu_held + 1 where node_id = 1",
     "quota_counters": "update quota set memory_mib_used = 1",
     "quota_exceeded": "update quota set gpus_max = 1",
+    "quota_hours": "update quota_hours set gpu_us = gpu_us - 1",
+    "quota_claims": "update quota set claims = 1",
     "booking_without_owner": f"update reservation set state = 'queued' where reservation_id = {PLACED}",
     "hold_without_owner": f"update allocation set reservation_id = 999 where reservation_id = {RELEASING}",
     "owner_without_bookings": "update booking set during = tstzrange(lower(during), null)"
@@ -95,7 +97,12 @@ BREACHES: dict[str, LiteralString] = {
 async def _story(dsn: Dsn) -> None:
     """A reservation in each state that holds something, one that waits and one that has ended."""
     async with open_fleet(dsn, nodes=3) as fleet:
-        fleet.execute("insert into quota (public_id, tenant_id, gpus_max) values ('quo_a', 1, 64)")
+        fleet.execute(
+            """
+            insert into quota (public_id, tenant_id, gpus_max, gpu_hours_max, hours_period, hours_from)
+            values ('quo_a', 1, 64, 1000, 'day', '2030-01-01Z')
+            """
+        )
         named = {
             # both begin in the same instant on the same node, and are no more than it has together
             "active": await fleet.reserve(4, vcpus=32, memory_mib=1024),
