@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 
+from controlplane.capacity import end as ending
 from controlplane.capacity import windows
 from controlplane.capacity.place import Placed
 from controlplane.db import reservations
@@ -218,8 +219,40 @@ async def test_an_extension_is_kept_when_it_has_to_be_placed_again(dsn: Dsn) -> 
         assert (again.state, again.window_end) == ("binding", START + timedelta(hours=2))
 
 
-async def test_two_extensions_into_each_other_and_one_wins(dsn: Dsn) -> None:
-    """Neighbours in time and in space: the first has GPUs 0-7 until 1 h, the second from 2 h on."""
+async def test_of_two_extensions_for_the_last_vcpus_one_wins(dsn: Dsn) -> None:
+    """64 vCPUs, of which 20 are another's from 1 h on: there is room for 24 more then, and not for two times 24."""
+    async with open_fleet(dsn, gpus=0) as fleet:
+        for _ in range(8):
+            other = await fleet.reserve(0, vcpus=20, start_s=HOUR, duration_s=HOUR)
+            rivals = [await fleet.reserve(0, vcpus=24, duration_s=HOUR) for _ in range(2)]
+            assert {row.state for row in rivals} == {"binding"}
+            ((now,),) = fleet.execute("select at from test_clock")
+            extended: list[bool] = []
+
+            async def extend(row: Reservation, extended: list[bool], end_s: float) -> None:
+                try:
+                    await _extend(fleet, row, end_s)
+                    extended.append(True)
+                except Conflict:
+                    extended.append(False)
+
+            async with trio.open_nursery() as nursery:
+                for row in rivals:
+                    nursery.start_soon(extend, row, extended, (now - START).total_seconds() + 2 * HOUR)
+            assert sorted(extended) == [False, True]
+            fleet.assert_sound()
+            await fleet.run(_cancel, other)
+            for row in rivals:
+                await fleet.release(row)
+                await fleet.released(row)
+            fleet.advance(3 * HOUR)
+
+
+def _cancel(tx: Tx, row: Reservation) -> None:
+    assert ending.cancel(tx, row, load_now(tx))
+
+
+async def test_of_many_extensions_at_once_the_longest_is_there_in_the_end(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         made = await fleet.reserve(8, duration_s=HOUR)
         results: list[object] = []
