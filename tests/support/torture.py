@@ -40,10 +40,18 @@ if TYPE_CHECKING:
 
 NODES, GPUS = 6, 8
 CPU_NODES = 2
-HOLDERS, WORKERS = 6, 3
-TENANTS = ("acme", "acme/lab", "rival")
-# Together more than the fleet has: the quotas bind, and so do the GPUs. What lab holds counts in acme's too.
-QUOTA_GPUS = {"acme": 32, "lab": 24, "rival": 24}
+HOLDERS, WORKERS = 8, 3
+TENANTS = ("acme", "acme/lab", "acme/shop", "rival")
+# Together more than the fleet has: the quotas bind, and so do the GPUs. What lab and shop hold counts in acme's too;
+# lab borrows what shop leaves idle and goes when shop asks for it.
+QUOTAS: dict[str, dict[str, Any]] = {
+    "acme": {"gpus_max": 32, "gpu_hours_max": 600, "hours_period": "day"},
+    "lab": {"gpus_max": 8, "gpus_borrow_max": None},
+    "shop": {"gpus_max": 16},
+    "rival": {"gpus_max": 24, "gpu_hours_max": 2000, "hours_period": "week"},
+}
+# Of the first node's first GPU everybody gets a part of the time.
+TIME_SLOTS = 4
 # A quota that comes and goes, and limits nothing.
 LARGE = 10_000
 # Answers that a holder has to live with; anything else is a fault of the product.
@@ -203,11 +211,11 @@ class Holder:
             await self._call("reservations/release", id=reservation, idempotency_key=f"release-{reservation}")
             return
         reply = await self._call("reservations/get", id=reservation)
-        if reply.code != "OK" or what == "again":
+        if reply.code != "OK":
             return
         if reply.data["state"] not in ("queued", "placed", "binding", "active"):
             self.mine.remove(reservation)
-        elif reply.data["end"] is not None:
+        elif reply.data["end"] is not None and what != "again":
             now, end = await self.torture.arena.now(), datetime.fromisoformat(reply.data["end"])
             moved = end + (end - now) * rng.choice((-0.5, -0.1) if what == "shrink" else (0.1, 1.0))
             await self._call(f"reservations/{what}", id=reservation, end=moved.isoformat())
@@ -238,21 +246,26 @@ class Holder:
 
 
 def _wish(rng: random.Random) -> dict[str, Any]:
-    match rng.choices(("gpus", "gang", "whole", "mixed", "scalars", "nvlink"), (10, 4, 2, 3, 3, 2))[0]:
+    kinds = ("gpus", "gang", "whole", "mixed", "scalars", "slots", "nvlink")
+    kind = rng.choices(kinds, (10, 4, 2, 3, 3, 2, 2))[0]
+    if kind == "scalars":
+        return {"pool": "cpus", "vcpus": rng.choice((4, 16, 48)), "memory_mib": rng.choice((1000, 400_000))}
+    wish: dict[str, Any]
+    match kind:
         case "gpus":
-            return {"pool": "h100", "gpus": rng.choice((1, 1, 2, 4, 8))}
+            wish = {"gpus": rng.choice((1, 1, 2, 4, 8))}
         case "gang":
             nodes = rng.choice((2, 3, NODES))
-            return {"pool": "h100", "gpus": nodes * rng.choice((1, 4, 8)), "nodes": nodes}
+            wish = {"gpus": nodes * rng.choice((1, 4, 8)), "nodes": nodes}
         case "whole":
-            nodes = rng.choice((1, 2))
-            return {"pool": "h100", "whole_node": True, "nodes": nodes}
+            wish = {"whole_node": True, "nodes": rng.choice((1, 2))}
         case "mixed":
-            return {"pool": "h100", "gpus": rng.choice((1, 2)), "vcpus": rng.choice((8, 40)), "memory_mib": 200_000}
-        case "scalars":
-            return {"pool": "cpus", "vcpus": rng.choice((4, 16, 48)), "memory_mib": rng.choice((1000, 400_000))}
+            wish = {"gpus": rng.choice((1, 2)), "vcpus": rng.choice((8, 40)), "memory_mib": 200_000}
+        case "slots":
+            wish = {"devices": [{"class": f"slot.1/{TIME_SLOTS}", "count": rng.choice((1, 2))}], "vcpus": 4}
         case _:
-            return {"pool": "h100", "gpus": rng.choice((2, 4)), "topology": "nvlink-all"}
+            wish = {"gpus": rng.choice((2, 4)), "topology": "nvlink-all"}
+    return {"pool": "h100", **wish}
 
 
 async def call(torture: Torture, path: str, **typed: Any) -> Any:
@@ -266,9 +279,37 @@ async def call(torture: Torture, path: str, **typed: Any) -> Any:
     return reply
 
 
+# What an operator does, and how often.
+DEEDS = {
+    "evict": 4,
+    "cordon": 2,
+    "uncordon": 4,
+    "drain": 2,
+    "undrain": 4,
+    "silence": 2,
+    "speak": 4,
+    "lose": 3,
+    "find": 6,
+    "maintain": 2,
+    "serve": 2,
+    "prioritize": 2,
+    "repair": 3,
+    "force": 4,
+    "scrap": 0.5,
+    "quota": 3,
+}
+
+
+async def end_maintenance(torture: Torture, limit: int) -> None:
+    for (maintenance,) in await torture.arena.ask(
+        "select public_id from maintenance where ended_at is null order by 1 limit %s", limit
+    ):
+        await call(torture, "maintenance/cancel", id=maintenance)
+
+
 @dataclass
 class Operator:
-    """Evicts, cordons, drains, forces, and breaks things."""
+    """Evicts, cordons, drains, forces, plans maintenance, gives turns, repairs, and breaks things."""
 
     torture: Torture
 
@@ -276,27 +317,9 @@ class Operator:
         torture = self.torture
         witness = rng.choice([n for n in torture.arena.nodes if not n.gone])
         node = witness.node.public_id
-        match rng.choices(
-            (
-                "evict",
-                "cordon",
-                "uncordon",
-                "drain",
-                "undrain",
-                "silence",
-                "speak",
-                "lose",
-                "find",
-                "force",
-                "scrap",
-                "quota",
-            ),
-            (4, 2, 4, 2, 4, 2, 4, 3, 6, 4, 0.5, 3),
-        )[0]:
-            case "evict":
-                if torture.acknowledged:
-                    victim = rng.choice(list(torture.acknowledged)[-30:])
-                    await call(torture, "reservations/evict", id=victim, reason="torture")
+        match rng.choices(list(DEEDS), list(DEEDS.values()))[0]:
+            case "evict" | "prioritize" as what:
+                await self._single_out(what, rng)
             case "cordon" | "drain" as what:
                 await call(torture, f"nodes/{what}", node=node, reason="torture")
             case "uncordon" | "undrain" as what:
@@ -309,6 +332,12 @@ class Operator:
                 await torture.arena.workers.run_tx(
                     _set_health, witness.node.node_id, rng.randrange(GPUS), "missing" if what == "lose" else "healthy"
                 )
+            case "maintain":
+                await self._maintain(node, rng)
+            case "serve":
+                await end_maintenance(torture, rng.choice((1, 2)))
+            case "repair":
+                await self._repair(rng)
             case "force":
                 await self._force(rng)
             case "quota":
@@ -316,6 +345,34 @@ class Operator:
             case _:
                 await self._scrap()
         await trio.sleep(0.03)  # sleeps: an operator has two hands
+
+    async def _single_out(self, what: str, rng: random.Random) -> None:
+        """Do something to a reservation of late."""
+        if self.torture.acknowledged:
+            id_ = rng.choice(list(self.torture.acknowledged)[-30:])
+            how = {"reason": "torture"} if what == "evict" else {"priority": rng.choice((-5, 5))}
+            await call(self.torture, f"reservations/{what}", id=id_, **how)
+
+    async def _maintain(self, node: str, rng: random.Random) -> None:
+        start, earliest = await self.torture.arena.at(rng.choice((0, 300))), rng.random() < 0.8
+        window = {"start": start, "duration_s": rng.choice((60, 600)), "earliest": earliest}
+        await call(self.torture, "maintenance/create", nodes=[node], **window, reason="torture")
+
+    async def _repair(self, rng: random.Random) -> None:
+        """A GPU of somebody who runs is lost, and its holder asks at once."""
+        held = await self.torture.arena.ask(
+            """
+            select a.node_id, d.slot, r.public_id
+            from reservation r join allocation a using (reservation_id) join device d on d.uuid = any(a.device_uuids)
+            where r.state in ('binding', 'active') and a.state in ('binding', 'bound') and d.retired_at is null
+              and (upper_inf(r.during) or upper(r.during) > compute_now())
+            order by 1, 2
+            """
+        )
+        if held:
+            node_id, slot, reservation = rng.choice(held)
+            await self.torture.arena.workers.run_tx(_set_health, node_id, slot, "missing")
+            await call(self.torture, "reservations/repair", id=reservation)
 
     async def _force(self, rng: random.Random) -> None:
         held = await self.torture.arena.ask(
@@ -385,6 +442,8 @@ class Worker:
 async def heal(torture: Torture) -> int:
     """Nobody disturbs any more; returns after how many rounds of half an hour nothing was left."""
     arena = torture.arena
+    while arena.sql("select count(*) from maintenance where ended_at is null") != [(0,)]:
+        await end_maintenance(torture, 100)
     for witness in arena.nodes:
         if not witness.gone:
             witness.silent = False
@@ -409,6 +468,8 @@ async def heal(torture: Torture) -> int:
 async def judge(torture: Torture) -> list[str]:
     """What the nodes and the holders know, against what the ledger says; called after `heal`."""
     arena, wrong = torture.arena, list[str]()
+    causes = "select coalesce(end_cause, state), count(*) from reservation group by 1"
+    torture.counts.update({f"ended {cause}": count for cause, count in arena.sql(causes)})
     signed = {what: set[str]().union(*(n.signed[what] for n in arena.nodes)) for what in ("bound", "released")}
     forced: set[str] = set()
     for public_id, bound, evidence in arena.sql(
@@ -449,8 +510,12 @@ async def open_torture(dsn: Dsn, seed: int) -> AsyncGenerator[Torture]:
             short = sql.SQL("alter role {} in database {} set lock_timeout = '400ms'")
             conn.execute(short.format(sql.Identifier(role), sql.Identifier(dsn.name)))
     async with open_arena(dsn, nodes=NODES, gpus=GPUS, cpu_nodes=CPU_NODES, tenants=TENANTS) as arena:
-        for tenant, most in QUOTA_GPUS.items():
-            await arena.api.ok("quotas/create", tenant=tenant, gpus_max=most)
+        await arena.api.ok("pools/update", pool="h100", preemption=True)
+        first = arena.nodes[0]
+        await arena.api.ok("devices/share", device=first.node.uuids[0], time_slots=TIME_SLOTS)
+        first.shared.add(first.node.uuids[0])
+        for tenant, terms in QUOTAS.items():
+            await arena.api.ok("quotas/create", tenant=tenant, **terms)
             await arena.api.ok("quotas/create", tenant=tenant, pool="cpus", vcpus_max=80)
         for witness in arena.nodes:
             witness.fails_one_in = 20

@@ -55,6 +55,7 @@ class WitnessNode:
     """A node and what it has in use. Its steps block; one at a time.
 
     Attributes:
+        shared: GPUs that several may have in use at once, a part of the time each.
         fails_one_in: of how many binds one fails; with 0 none does, and nothing is sent twice.
         signed: public ids of the allocations about which it has signed such a thing.
         vanished: those that it held and that were gone from a spec without a tombstone.
@@ -64,6 +65,7 @@ class WitnessNode:
     dsn: str
     verifier: Verifier
     held: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    shared: set[str] = field(default_factory=set[str])
     version: tuple[int, int] = (0, 0)
     silent: bool = False
     gone: bool = False
@@ -114,8 +116,8 @@ class WitnessNode:
     def _bind(self, spec: SpecPayload, assignment: Assignment, rng: Random) -> tuple[str, bytes]:
         uuids = tuple(assignment.device_uuids)
         for other, theirs in self.held.items():
-            if shared := set(uuids) & set(theirs):
-                self._breach(f"{sorted(shared)} are in use by {other} and were given to {assignment.allocation_id}")
+            if both := set(uuids) & set(theirs) - self.shared:
+                self._breach(f"{sorted(both)} are in use by {other} and were given to {assignment.allocation_id}")
         if foreign := set(uuids) - set(self.node.uuids):
             self._breach(f"was told to bind {sorted(foreign)}, which it does not have")
         ids = (assignment.allocation_id, assignment.reservation_id)
