@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import trio
 
-from controlplane.cli.client import ClientError
+from controlplane.cli.client import ApiFailure, ClientError
 from controlplane.db.embedded import EmbeddedPostgres, open_embedded
 from controlplane.db.migrate import find_migrations, load, migrate
 from tests.support.ledgers import insert_node
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 KILLS, ANSWERS, CLIENTS = 4, 25, 4
 # For all that was answered, and for what was under way when the answer to it was cut off.
 NODES = 16
+# Of the race, with each number of clients.
+ROUNDS, UNITS = 30, 8
 
 
 async def _ask_until_killed(stack: Stack, server: EmbeddedPostgres, answered: list[dict[str, Any]]) -> None:
@@ -83,3 +85,32 @@ async def test_all_that_was_answered_is_there_after_kill_9_of_everything(tmp_pat
             assert KILLS * ANSWERS <= len(answered) <= KILLS * (ANSWERS + CLIENTS - 1)
             for reservation in (answered[0], answered[-1]):
                 assert (await stack.get(reservation))["parts"] == reservation["parts"]
+
+
+async def test_the_last_units_are_sold_once_over_https(dsn: Dsn, tmp_path: Path) -> None:
+    """Many asked at once for the last devices, and some went to two of them (placement LP#2104040).
+
+    As `tests/controlplane/api/test_peers.py`, but through the socket, TLS and the server's own pool of connections.
+    """
+    async with open_stack(dsn, tmp_path) as stack:
+        await stack.make_pool()
+        for clients in (9, 12, 24):
+            for _ in range(ROUNDS):
+                sold = list[str]()
+                with psycopg.connect(dsn.admin, autocommit=True) as conn:
+                    conn.execute("update node set cordoned = true")
+                    insert_node(conn, 1, conn.execute("select count(*) from node").fetchall()[0][0], UNITS)
+
+                async def ask(sold: list[str]) -> None:
+                    try:
+                        sold.append((await stack.reserve(1, queue=False))["id"])
+                    except ApiFailure as refused:
+                        assert refused.code == "SOLD_OUT", refused  # noqa: PT017 - which of them is refused is a race
+
+                async with trio.open_nursery() as nursery:
+                    for _ in range(clients):
+                        nursery.start_soon(ask, sold)
+                assert len(sold) == UNITS
+        held = stack.sql("select sum(cardinality(device_uuids)) from allocation group by node_id")
+        assert held == [(UNITS,)] * (3 * ROUNDS)
+        assert_sound(dsn.admin)
