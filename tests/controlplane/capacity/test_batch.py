@@ -144,6 +144,27 @@ async def test_a_node_that_was_cordoned_meanwhile_is_not_placed_on(dsn: Dsn, mon
         assert (await fleet.load(reservation_id)).pending_reason == "no node of this pool is schedulable: 1 cordoned"
 
 
+@pytest.mark.parametrize("placer", ["inline", "batch"])
+async def test_a_gpu_that_has_failed_meanwhile_is_not_sold(dsn: Dsn, monkeypatch: Any, placer: str) -> None:
+    """The index has not heard of it: the node is placeable as before, and the generation alone has changed."""
+    async with open_fleet(dsn, nodes=1) as fleet:
+        indexes = fleet.tools.indexes
+        reservation_id = await (fleet.draft(1) if placer == "inline" else queue(fleet, 1))
+        await fleet.run(indexes.nodes, fleet.pool_id, (await fleet.load(reservation_id)).created_at)
+        monkeypatch.setattr(indexes, "_read_changes", lambda *_: False)
+        fleet.execute("update device set health = 'unhealthy' where slot = 0")
+        if placer == "inline":
+            await fleet.try_place(reservation_id)
+        else:
+            made = await place(fleet)
+            assert (made.placed, made.lost) == (0, 1)
+            # the node was read anew for that
+            assert (await place(fleet)).placed == 1
+        (hold,) = await fleet.holds(await fleet.load(reservation_id))
+        assert hold.device_uuids == [fleet.nodes[0].uuids[1]]
+        fleet.assert_sound()
+
+
 async def test_vcpus_that_were_taken_meanwhile_are_planned_again_in_a_new_transaction(
     dsn: Dsn, monkeypatch: Any
 ) -> None:
