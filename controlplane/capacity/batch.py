@@ -54,7 +54,7 @@ class Batch:
     """How a batch went.
 
     Attributes:
-        claimed: rows of the queue that were looked at.
+        claimed: rows of the queue that were locked.
         placed: how many of them were placed.
         lost: how many had a plan that something else was faster than.
     """
@@ -76,7 +76,7 @@ def place_batch(
     ids: Sequence[int],
     fence: Fence | None = None,
     say_all: bool = True,
-    on_planned: Callable[[], object] = bool,
+    on_planned: Callable[[int], object] = bool,
 ) -> Batch:
     """Place what fits of some reservations that are queued for a pool.
 
@@ -86,7 +86,8 @@ def place_batch(
         ids: in the order of their turns.
         fence: the pool's lease.
         say_all: note for everybody why it waits; otherwise for those alone for whom nothing was noted yet.
-        on_planned: called when all plans are in the index, and other batches can be planned around them.
+        on_planned: called when all plans are in the index, and other batches can be planned around them, with how many
+            had no turn because the time for planning was up.
 
     Raises:
         StaleEpoch: the lease is somebody else's.
@@ -113,7 +114,11 @@ def place_batch(
         else:
             reasons[row.reservation_id] = Pending(why, None)
     plans = tools.indexes.plan_all(tx, pool_id, requests, now, horizon=now + EARLIEST_HORIZON)
-    on_planned()
+    left = len(asked) - len(plans)
+    for row in asked[len(plans) :]:
+        book.give_back(row)
+    del asked[len(plans) :]
+    on_planned(left)
     planned: list[Commitment] = []
     for row, plan in zip(asked, plans, strict=True):
         if isinstance(plan, NoPlan):

@@ -21,6 +21,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import islice
 from threading import Lock
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from controlplane.db.placements import load_changes
@@ -48,6 +49,11 @@ FORGET_AFTER: Final = timedelta(minutes=5)
 GANGS_LOOKED_FOR_MAX: Final = 16
 # First starts that are looked for to tell somebody when it could be his turn, with the pool's placements waiting.
 SEARCHES_MAX: Final = 4
+# Nodes that a pass looks at for first starts of requests of one node, which is all of them for each shape: a second.
+# Those behind whose shape is another are told no start, and keep no place.
+NODES_LOOKED_AT_MAX: Final = 200_000
+# Planning is part of a transaction, and of one that has 5 s in all. What is not planned by then has its turn later.
+PLANNING_S: Final = 2.0
 # Beyond this, reading all nodes costs no more than reading so many by their ids.
 RELOAD_NODES: Final = 2_000
 
@@ -78,8 +84,10 @@ class _Pool:
     shut: set[int] = field(default_factory=set[int])
     # by the transaction
     open: dict[int, _Open] = field(default_factory=dict[int, _Open])
-    # in a pass: plans of those ahead who cannot start yet, and shapes of requests for which no start is known
+    # in a pass: plans of those ahead who cannot start yet, shapes of requests for which a start was looked for, and
+    # those for which none is known
     kept: list[Plan] = field(default_factory=list["Plan"])
+    looked_for: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
     endless: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
     gangs: int = 0
 
@@ -148,14 +156,20 @@ class PoolIndexes:
             horizon: one that cannot start now keeps the place where it could start first, if that is by then,
                 and those behind it are planned around that place, too. It stays kept, for everybody in this
                 process, until `end_pass`. None keeps no places.
+
+        Returns:
+            What was planned for the first of them: for all, unless it takes longer than PLANNING_S.
         """
         pool = self._pool(pool_id)
         with pool.lock:
             index = self._up_to_now(tx, pool_id, pool, now)
+            give_up = monotonic() + PLANNING_S
             made: list[Plan | NoPlan] = []
             ours = self._open(tx, pool)
             ahead, gangs = len(pool.kept), pool.gangs
             for request in requests:
+                if made and monotonic() > give_up:
+                    break
                 if pool.gangs == GANGS_LOOKED_FOR_MAX:
                     made.append(_BEHIND)
                     continue
@@ -192,6 +206,7 @@ class PoolIndexes:
                 for plan in pool.kept:
                     pool.index.unbook(plan)
             pool.kept.clear()
+            pool.looked_for.clear()
             pool.endless.clear()
             pool.gangs = 0
 
@@ -373,7 +388,7 @@ def _keep_place(pool: _Pool, request: PlacementRequest, refused: NoPlan, now: da
     """Note the place at which a request that does not fit now could start first; the refusal, with that start."""
     ahead = len(pool.kept)
     place = None
-    if request not in pool.endless:
+    if request not in pool.endless and _may_look_for(pool, request):
         pool.gangs += request.nodes > 1
         place = _index(pool).plan_earliest(request, now, horizon)
     if place is None:
@@ -411,6 +426,16 @@ def _plan_behind(
         for place in places:
             index.unbook(place)
         index.forget_starts()
+
+
+def _may_look_for(pool: _Pool, request: PlacementRequest) -> bool:
+    """Whether the pass can afford to look for the first start of a request; of gangs it counts each."""
+    if request.nodes > 1 or request in pool.looked_for:
+        return True
+    if pool.looked_for and (len(pool.looked_for) + 1) * len(_index(pool)) > NODES_LOOKED_AT_MAX:
+        return False
+    pool.looked_for.add(request)
+    return True
 
 
 def _index(pool: _Pool) -> PoolIndex:

@@ -12,7 +12,6 @@ ahead: conservative backfill. The places are memory, and are found anew in the n
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -48,6 +47,8 @@ PAUSE_MAX_S: Final = 1.0
 LOOKED_AT_MAX: Final = 5_000
 # One that is being planned while the other is being written. More would wait for each other's nodes.
 BATCHES_AT_ONCE: Final = 2
+# After this a pass begins no other batch: who comes meanwhile has a turn in the next one, perhaps the first.
+PASS_S: Final = 5.0
 # A pass plans each shape once and books batch by batch.
 DEADLINE_S: Final = 30.0
 # Outlives a pass, so that nobody has to renew it; after a crash the next worker waits so long for the pool.
@@ -123,9 +124,17 @@ async def _place_all(
     failed: list[Exception] = []
     limiter = trio.CapacityLimiter(BATCHES_AT_ONCE)
     tell_loop = trio.lowlevel.current_trio_token().run_sync_soon
+    cut_off = trio.Event()
+
+    def note(planned: trio.Event, left: int) -> None:
+        if left:
+            cut_off.set()
+        planned.set()
 
     async def place(ids: Sequence[int], planned: trio.Event) -> None:
-        tell = partial(tell_loop, planned.set)
+        def tell(left: int) -> None:
+            tell_loop(note, planned, left)
+
         try:
             async with limiter:
                 batch = await db.run_tx(
@@ -139,12 +148,16 @@ async def _place_all(
         finally:
             planned.set()
 
+    give_up = trio.current_time() + PASS_S
     order = await db.run_tx(_load_order, pool_id)
     async with trio.open_nursery() as nursery:
         for ids in _chunks(order, max_batch):
             planned = trio.Event()
             nursery.start_soon(place, ids, planned)
             await planned.wait()
+            # whoever had no turn may be delayed by those behind
+            if cut_off.is_set() or trio.current_time() > give_up:
+                break
     if failed:
         raise failed[0]
     return batches

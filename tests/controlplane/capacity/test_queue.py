@@ -155,6 +155,40 @@ async def test_nobody_passes_gangs_whose_places_are_not_looked_for(dsn: Dsn, mon
         assert (await fleet.load(small)).pending_reason.startswith("waits behind the first")
 
 
+async def test_a_flood_of_shapes_costs_a_pass_no_more_than_some_looks(dsn: Dsn, monkeypatch: Any) -> None:
+    """A tenant queued 150 shapes on 10,000 nodes, and every batch took longer than its transaction may."""
+    monkeypatch.setattr("controlplane.capacity.indexes.NODES_LOOKED_AT_MAX", 4)
+    async with open_fleet(dsn, nodes=2) as fleet:
+        await fleet.reserve(8, duration_s=HOUR)
+        await fleet.reserve(7, duration_s=HOUR)
+        flood = [await queue(fleet, 8, vcpus=vcpus, duration_s=HOUR) for vcpus in (1, 1, 2, 3, 4)]
+        small = await queue(fleet, 1, duration_s=10 * HOUR)
+        await run_pass(fleet)
+        starts = [(await fleet.load(reservation_id)).estimated_start for reservation_id in flood]
+        assert starts == [START + hours(1), START + hours(1), START + hours(2), None, None]
+        # as it might for whoever waits for an end that is not known
+        assert await states(fleet, small) == ["queued"]
+        assert (await fleet.load(small)).estimated_start is None
+        fleet.assert_sound()
+
+
+async def test_planning_ends_in_time_and_nobody_passes_who_had_no_turn(dsn: Dsn, monkeypatch: Any) -> None:
+    monkeypatch.setattr("controlplane.capacity.indexes.PLANNING_S", -1.0)
+    async with open_fleet(dsn, nodes=1) as fleet:
+        fleet.execute("insert into quota (public_id, tenant_id, gpus_max) values ('quo_a', 1, 8)")
+        ids = [await queue(fleet, 1, vcpus=vcpus, duration_s=HOUR) for vcpus in (1, 2, 3, 4, 5)]
+        placed: list[list[str]] = []
+        for _ in range(3):
+            await run_pass(fleet, max_batch=2)
+            placed.append(await states(fleet, *ids))
+            fleet.assert_sound()
+        for number, seen in enumerate(placed):
+            # in their order, at least one in a pass
+            count = seen.count("binding")
+            assert count > number
+            assert seen == ["binding"] * count + ["queued"] * (5 - count)
+
+
 async def test_many_places_are_kept_one_after_another(dsn: Dsn) -> None:
     async with open_fleet(dsn, nodes=2) as fleet:
         for gpus in (8, 8):
