@@ -123,17 +123,24 @@ _HOLD_DUE = """
 _COMMIT_PARTS = (
     """
 with asked as materialized (
-  select node_id, reservation_id, spans::int4multirange as spans, vcpus, memory_mib, starts, ends, allocation, at
+  select node_id, reservation_id, spans::int4multirange as spans, gpus, vcpus, memory_mib, starts, ends, allocation, at
   from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(reservations)s, ';')::int8[],
-              string_to_array(%(spans)s, ';'), string_to_array(%(vcpus)s, ';')::int4[],
+              string_to_array(%(spans)s, ';'), string_to_array(%(gpus)s, ';')::int4[],
+              string_to_array(%(vcpus)s, ';')::int4[],
               string_to_array(%(memory)s, ';')::int8[], string_to_array(%(starts)s, ';')::timestamptz[],
               string_to_array(%(ends)s, ';', '')::timestamptz[], string_to_array(%(allocations)s, ';', ''))
        with ordinality
-       as t (node_id, reservation_id, spans, vcpus, memory_mib, starts, ends, allocation, at)
+       as t (node_id, reservation_id, spans, gpus, vcpus, memory_mib, starts, ends, allocation, at)
 ), booked as (
   insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
   select reservation_id, %(pool)s, node_id, spans, tstzrange(starts, ends, '[)'), vcpus, memory_mib
-  from asked order by at
+  from asked a
+  -- an index that is wrong must not sell what is not there: as many GPUs as the plan names are, and are healthy
+  where a.gpus = (
+    select count(*) from device d
+    where d.node_id = a.node_id and d.retired_at is null and d.health = 'healthy'
+      and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans)
+  order by at
   on conflict do nothing
   returning reservation_id, node_id
 ), due as (
@@ -164,6 +171,7 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
             part.node_id,
             one.reservation_id,
             encode_spans(part.spans),
+            len(part.slots),
             part.vcpus,
             part.memory_mib,
             window,
@@ -173,7 +181,7 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
         for window in [(one.plan.window.start, one.plan.window.end)]
         for part, allocation_id in zip(one.plan.parts, one.allocation_ids or [""] * len(one.plan.parts), strict=True)
     )
-    nodes, reservations, spans, vcpus, memory, windows, allocations = zip(*parts, strict=True)
+    nodes, reservations, spans, gpus, vcpus, memory, windows, allocations = zip(*parts, strict=True)
     rows = tx.tuples(
         _COMMIT_PARTS,
         {
@@ -181,6 +189,7 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
             "nodes": pack(nodes),
             "reservations": pack(reservations),
             "spans": pack(spans),
+            "gpus": pack(gpus),
             "vcpus": pack(vcpus),
             "memory": pack(memory),
             "starts": pack(start for start, _ in windows),

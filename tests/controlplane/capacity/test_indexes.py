@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from controlplane.capacity.batch import place_batch
 from controlplane.capacity.indexes import FORGET_AFTER, PoolIndexes
 from controlplane.capacity.place import Placed, place
 from controlplane.db import reservations
@@ -260,3 +261,57 @@ async def test_a_pool_that_is_far_behind_is_caught_up_at_its_next_placement(dsn:
         made = await fleet.run(plan)
         assert isinstance(made, Plan)
         assert made.parts[0].node_id == 2
+
+
+def put_wrong(indexes: PoolIndexes, pool_id: int, node: NodeView) -> None:
+    index = indexes._pool(pool_id).index
+    assert index is not None
+    index.put(node)
+
+
+WRONG = {
+    "a GPU that is not healthy": "update device set health = 'unhealthy' where slot = 0",
+    "a GPU that is not there": "update device set retired_at = compute_now() where slot = 0",
+}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("sql", WRONG.values(), ids=WRONG)
+async def test_an_index_that_is_wrong_sells_nothing_that_is_not_there(
+    dsn: Dsn, monkeypatch: Any, sql: str, *, later: bool
+) -> None:
+    """It has the node's generation right, so nothing but the GPUs themselves can tell."""
+    async with open_fleet(dsn, nodes=1) as fleet:
+        fleet.execute(sql)
+        indexes = fleet.tools.indexes
+        asked: dict[str, Any] = {"start_s": 7200} if later else {}
+        reservation_id = await fleet.draft(1, **asked)
+
+        def corrupt(tx: Tx) -> None:
+            (node,) = indexes.nodes(tx, fleet.pool_id, load_now(tx))
+            put_wrong(indexes, fleet.pool_id, replace(node, present=0b11111111, healthy=0b11111111))
+
+        await fleet.run(corrupt)
+        monkeypatch.setattr(indexes, "_read_changes", lambda *_: False)
+        await fleet.try_place(reservation_id)
+        assert fleet.execute("select spans::text from booking") == [("{[48,96)}",)]
+        fleet.assert_sound()
+
+
+async def test_a_batch_from_an_index_that_is_wrong_loses_what_is_not_there_alone(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        fleet.execute("update device set health = 'unhealthy' where node_id = 1")
+        indexes = fleet.tools.indexes
+        ids = [await fleet.draft(8), await fleet.draft(8)]
+        for reservation_id in ids:
+            await fleet.run(reservations.mark_queued, reservation_id, "draft", reason="")
+
+        def corrupt(tx: Tx) -> None:
+            for node in indexes.nodes(tx, fleet.pool_id, load_now(tx)):
+                put_wrong(indexes, fleet.pool_id, replace(node, healthy=0b11111111))
+
+        await fleet.run(corrupt)
+        made = await fleet.run(place_batch, fleet.tools, fleet.pool_id, ids=ids)
+        assert (made.placed, made.lost) == (1, 1)
+        assert fleet.execute("select node_id from booking") == [(2,)]
+        fleet.assert_sound()
