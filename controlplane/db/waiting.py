@@ -143,9 +143,13 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class NewInQueue(Reservation):
-    """A reservation with how many wait for its pool, and the earliest start that is estimated for one of them."""
+    """A reservation with how many wait for its pool, and the earliest start that is estimated for one of them.
+
+    `waiting_too` are those of its tenant.
+    """
 
     waiting: int
+    waiting_too: int
     first_start: datetime | None
 
     @property
@@ -160,9 +164,10 @@ def lock_with_queue(tx: Tx, reservation_id: int) -> NewInQueue | None:
         "select"
         + COLUMNS
         + """
-          , w.waiting, w.first_start
+          , w.waiting, w.waiting_too, w.first_start
         from reservation r cross join lateral (
-          select count(*) as waiting, min(q.estimated_start) as first_start
+          select count(*) as waiting, count(*) filter (where q.tenant_id = r.tenant_id) as waiting_too,
+                 min(q.estimated_start) as first_start
           from reservation q where q.pool_id = r.pool_id and q.state = 'queued') w
         where r.reservation_id = %(id)s for no key update of r
         """,

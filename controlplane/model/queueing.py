@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # A request may be put behind all others, or before them.
 PRIORITY_MIN = -100
 PRIORITY_MAX = 100
+# How many may wait for a pool, and how many of one tenant: so that no tenant keeps the others from waiting.
+QUEUE_MAX = 20_000
+QUEUE_OF_ONE_MAX = 2_000
 
 
 class Waiting(NamedTuple):

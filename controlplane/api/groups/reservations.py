@@ -41,6 +41,7 @@ from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names
 from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut, Unavailable
 from controlplane.iam.port import Resource
+from controlplane.model.queueing import QUEUE_MAX, QUEUE_OF_ONE_MAX
 from controlplane.model.quotas import QuotaShort
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from controlplane.api.calls import Call
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
+    from controlplane.db.waiting import NewInQueue
     from controlplane.errors import ApiError
     from controlplane.model.planner import NoPlan
     from controlplane.model.requests import PlacementRequest
@@ -154,7 +156,7 @@ def _check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest,
         raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
 
 
-def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: Reservation, short: NoPlan | QuotaShort) -> None:
+def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: NewInQueue, short: NoPlan | QuotaShort) -> None:
     if isinstance(short, QuotaShort):
         if short.never or not given.queue:
             raise QuotaExceeded(short.detail, field=short.field)
@@ -172,7 +174,14 @@ def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: Reservation, sh
         _queue(tx, row, short.detail, estimated_start=short.earliest)
 
 
-def _queue(tx: Tx, row: Reservation, reason: str, *, estimated_start: datetime | None = None) -> None:
+def _queue(tx: Tx, row: NewInQueue, reason: str, *, estimated_start: datetime | None = None) -> None:
+    if row.waiting_too >= QUEUE_OF_ONE_MAX:
+        raise SoldOut(
+            f"{reason}; {row.waiting_too} requests of this tenant wait for this pool already, which is the most that"
+            " may: cancel some, or ask again when they are placed"
+        )
+    if row.waiting >= QUEUE_MAX:
+        raise SoldOut(f"{reason}; {row.waiting} requests wait for this pool already, which is the most that may")
     reservations.mark_queued(tx, row.reservation_id, "draft", reason=reason, estimated_start=estimated_start)
     announce(tx, row, "queued", reason=reason, estimated_start=estimated_start)
     if row.queue_deadline is not None:

@@ -57,6 +57,26 @@ async def test_who_waits_is_told_when_it_could_start(dsn: Dsn) -> None:
         assert waiting["pending_reason"] == "needs 8 GPUs on one node; most free on one node: 4"
 
 
+async def test_a_tenants_part_of_the_queue_and_the_queue_have_an_end(dsn: Dsn, monkeypatch: Any) -> None:
+    monkeypatch.setattr("controlplane.api.groups.reservations.QUEUE_OF_ONE_MAX", 2)
+    monkeypatch.setattr("controlplane.api.groups.reservations.QUEUE_MAX", 3)
+    async with open_busy(dsn) as api:
+        second = (await reserve(api, 8)).data
+        assert second["state"] == "queued"
+        refused = await reserve(api, 8)
+        assert refused.code == "SOLD_OUT"
+        assert "2 requests of this tenant wait for this pool already" in refused.message
+        # what fits waits for nobody
+        assert (await reserve(api, 1, duration_s=HOUR)).data["state"] == "binding"
+        acme, emca = await api.make_tenant("acme"), await api.make_tenant("emca")
+        assert (await api.ok("reservations/create", key=acme, pool="h100", gpus=8))["state"] == "queued"
+        full = await api.call("reservations/create", key=emca, pool="h100", gpus=8)
+        assert full.code == "SOLD_OUT"
+        assert full.message.endswith("3 requests wait for this pool already, which is the most that may")
+        await api.ok("reservations/release", id=second["id"])
+        assert (await reserve(api, 8)).data["state"] == "queued"
+
+
 async def preview(api: Api, gpus: int, **asked: Any) -> dict[str, Any]:
     before = (await api.ok("reservations/list"))["items"]
     plan = await api.ok("reservations/preview", pool="h100", gpus=gpus, **asked)
