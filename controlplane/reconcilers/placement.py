@@ -11,6 +11,7 @@ ahead: conservative backfill. The places are memory, and are found anew in the n
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -61,8 +62,8 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
 
     # when everybody in a pool's queue was last told why it waits
     said: dict[int, float] = {}
-    # how long the last pass over a pool took for those who could not be placed
-    in_vain: dict[int, float] = {}
+    # until when a pool rests after a pass
+    resting: dict[int, float] = {}
 
     async def run_pass(pool_id: int, fence: Fence) -> Outcome:
         say_all = trio.current_time() >= said.get(pool_id, -SAY_EVERY_S) + SAY_EVERY_S
@@ -77,7 +78,8 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
             for owner in await db.run_tx(load_waiting_owners, pool_id, limit=OWNERS_PER_PASS):
                 await db.run_tx(preempt_for, tools, owner)
         looked_at = sum(batch.claimed for batch in batches)
-        in_vain[pool_id] = (trio.current_time() - began) * waiting / max(looked_at, 1)
+        in_vain_s = (trio.current_time() - began) * waiting / max(looked_at, 1)
+        resting[pool_id] = trio.current_time() + min(in_vain_s, PAUSE_MAX_S)
         if lost:
             # what they lost to is in the index by now
             return Again(0.0)
@@ -85,7 +87,7 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
 
     async def reconcile(key: str) -> Outcome:
         # a busy pool asks for pass after pass: no more than half of the time is spent on those who wait on
-        await trio.sleep(min(in_vain.pop(int(key), 0.0), PAUSE_MAX_S))
+        await trio.sleep_until(resting.pop(int(key), -math.inf))
         name = f"placer:{key}"
         epoch = await db.run_lease_tx(leases.acquire, name, worker_id, LEASE_S)
         if epoch is None:

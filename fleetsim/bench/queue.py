@@ -99,8 +99,9 @@ class Bench:
         """Time the first pass over the queue, and one more."""
         tools = LedgerTools(ledger.writer.signer, ledger.writer.ids, PoolIndexes())
         async with ledger.open_as("bc_worker", pool_size=2) as database:
-            reconciler = placement_reconciler(database, tools, worker_id=WORKER, max_batch=self.parameters.batch)
             for name in ("first_pass", "idle_pass"):
+                # a new one every time, which has nothing to rest from
+                reconciler = placement_reconciler(database, tools, worker_id=WORKER, max_batch=self.parameters.batch)
                 counts, _ = await ledger.count_statements()
                 before = read_spent(ledger.postgres.pid)
                 await reconciler.reconcile(str(fleet.pool_id))
