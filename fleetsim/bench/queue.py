@@ -18,7 +18,7 @@ import trio
 from controlplane.capacity.indexes import PoolIndexes
 from controlplane.capacity.place import LedgerTools
 from controlplane.db.queue import enqueue
-from controlplane.reconcilers.placement import placement_reconciler
+from controlplane.reconcilers.placement import PAUSE_MAX_S, placement_reconciler
 from fleetsim.bench.cost import Meter
 from fleetsim.bench.holding import open_event_watch
 from fleetsim.bench.holds import draw_sizes
@@ -136,8 +136,9 @@ class Bench:
             while len(watch.subjects(PLACED_EVENT)) == placed:
                 await watch.wait_news()
             waited = trio.current_time() - began
-            # until the queue has taken all of it, so that the next release meets a queue at rest
+            # until the queue has taken all of it and has rested, so that the next release meets one that is idle
             await _wait_until_none(server.ledger.admin, _count_busy, fleet.pool_id)
+            await trio.sleep(PAUSE_MAX_S)
             return waited
         raise NotMeasured(f"8 GPUs were free for {PLACED_WITHIN_S:g} s, and nobody was placed")
 
