@@ -196,9 +196,8 @@ def _release_and_wake(tx: Tx, reservation_ids: list[int], pool_id: int) -> None:
     """Release, and have the pool's queue looked at when this is committed."""
     release(tx, reservation_ids)
     enqueue(tx, "pool", [str(pool_id)])
-    for channel, payload in tx.wakes:
-        # the product rings a doorbell, which does this; a benchmark has none
-        tx.execute("select pg_notify(%s, %s)", (channel, payload))
+    # the product rings a doorbell after the commit, which does this; a benchmark has none
+    tx.execute("select pg_notify('bc_work', 'pool')")
 
 
 def _count_waiting(tx: Tx, pool_id: int) -> int:
