@@ -64,8 +64,8 @@ def lock_queued(tx: Tx, pool_id: int, ids: Sequence[int]) -> list[Reservation]:
         + COLUMNS
         + """
         from reservation r
-        where r.reservation_id = any(string_to_array(%(ids)s, ';')::int8[]) and r.pool_id = %(pool)s
-          and r.state = 'queued'
+        where r.reservation_id = any(array(select unnest(string_to_array(%(ids)s, ';')::int8[])))
+          and r.pool_id = %(pool)s and r.state = 'queued'
         order by r.reservation_id
         for no key update skip locked
         """,
