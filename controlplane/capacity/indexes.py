@@ -217,12 +217,20 @@ class PoolIndexes:
             return self._up_to_now(tx, pool_id, pool, now).nodes()
 
     def look(
-        self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, horizon: datetime | None
+        self,
+        tx: Tx,
+        pool_id: int,
+        request: PlacementRequest,
+        now: datetime,
+        *,
+        horizon: datetime | None,
+        near: Collection[int] = _NOBODY,
     ) -> Plan | NoPlan:
-        """Plan a request without counting it as booked."""
+        """Plan a request without counting it as booked; on the nodes in `near` if they have room."""
         pool = self._pool(pool_id)
         with pool.lock:
-            return self._up_to_now(tx, pool_id, pool, now).plan(request, now, horizon)
+            index = self._up_to_now(tx, pool_id, pool, now)
+            return index.find_on(near, request, now) or index.plan(request, now, horizon)
 
     def look_behind(
         self,
@@ -247,10 +255,11 @@ class PoolIndexes:
     def find(
         self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, near: Collection[int]
     ) -> Plan | None:
-        """As `look`, without a word on why there is no plan; on the nodes in `near` if they have room."""
+        """As `look`, without a word on why there is no plan."""
         pool = self._pool(pool_id)
         with pool.lock:
-            return self._up_to_now(tx, pool_id, pool, now).find(request, now, near=near)
+            index = self._up_to_now(tx, pool_id, pool, now)
+            return index.find_on(near, request, now) or index.find(request, now)
 
     def count_fits(
         self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, without: Collection[int]

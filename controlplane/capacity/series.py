@@ -17,7 +17,7 @@ from controlplane.capacity.batch import commit_all
 from controlplane.capacity.place import Contended, commitment
 from controlplane.capacity.quota import open_quotas
 from controlplane.db import reservations
-from controlplane.model.planner import NoPlan, Plan
+from controlplane.model.planner import Plan
 from controlplane.model.requests import InvalidRequest, check_limits
 
 if TYPE_CHECKING:
@@ -66,19 +66,17 @@ def plan_windows(
         except InvalidRequest as exc:
             plans.append(Refused(str(exc)))
             continue
-        plan = indexes.find(tx, pool_id, asked, now, near=near)
-        if plan is not None:
+        if full < EXPLAINED_MAX:
+            plan = indexes.look(tx, pool_id, asked, now, horizon=None, near=near)
+        else:
+            plan = indexes.find(tx, pool_id, asked, now, near=near)
+        if isinstance(plan, Plan):
             near = [part.node_id for part in plan.parts]
             plans.append(plan)
-            continue
-        full += 1
-        plans.append(_why(tx, indexes, pool_id, asked, now) if full <= EXPLAINED_MAX else Refused("no room"))
+        else:
+            full += 1
+            plans.append(Refused("no room" if plan is None else plan.detail))
     return plans
-
-
-def _why(tx: Tx, indexes: PoolIndexes, pool_id: int, asked: PlacementRequest, now: datetime) -> Plan | Refused:
-    plan = indexes.look(tx, pool_id, asked, now, horizon=None)
-    return Refused(plan.detail) if isinstance(plan, NoPlan) else plan
 
 
 def place_windows(

@@ -121,13 +121,14 @@ class PoolIndex:
         """
         return self._ranking(request.selector).plan(request, now, horizon, without=without, busy=busy)
 
-    def find(self, request: PlacementRequest, now: datetime, *, near: Collection[int] = _NOBODY) -> Plan | None:
-        """As `plan`, without a word on why there is none; on the nodes in `near` if they have room."""
-        if near:
-            plan = plan_placement(request, self._all.pick(near), now, None)
-            if isinstance(plan, Plan):
-                return plan
+    def find(self, request: PlacementRequest, now: datetime) -> Plan | None:
+        """As `plan`, without a word on why there is none."""
         return self._ranking(request.selector).find(request, now)
+
+    def find_on(self, node_ids: Iterable[int], request: PlacementRequest, now: datetime) -> Plan | None:
+        """As `find`, on these nodes alone."""
+        plan = plan_placement(request, self._all.pick(node_ids), now, None)
+        return plan if isinstance(plan, Plan) else None
 
     def plan_earliest(self, request: PlacementRequest, now: datetime, horizon: datetime) -> Plan | None:
         """The plan for the earliest known start of a request that `plan` refuses; None if there is none."""

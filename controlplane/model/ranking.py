@@ -113,13 +113,10 @@ class NodeRanking:
 
     def put(self, node: NodeView) -> None:
         """Add the node, or replace what was known of it."""
-        self._refused.clear()
         known = self._nodes.get(node.node_id)
         if known is None or _inventory(known) != _inventory(node):
             self._possible.clear()
-        self._put(node)
-        for starts in self._starts.values():
-            starts.put(node)
+        self._put_freed(node)
 
     def remove(self, node_id: int) -> None:
         """Forget the node, if it is known."""
@@ -136,6 +133,13 @@ class NodeRanking:
             node = self._nodes.get(part.node_id)
             if node is not None and (only is None or part.node_id in only):
                 self._put(with_part(node, part, start, end, held=plan.starts_now))
+
+    def _put_freed(self, node: NodeView) -> None:
+        """As `_put`, for a node of which something may be free that was not: what has been found out may be wrong."""
+        self._refused.clear()
+        self._put(node)
+        for starts in self._starts.values():
+            starts.put(node)
 
     def _put(self, node: NodeView) -> None:
         self._unfile(node.node_id)
@@ -173,9 +177,7 @@ class NodeRanking:
             _take_out(self._parts[device_class], (count, node_id))
 
     def _file_days(self, node: NodeView) -> None:
-        days = busy_days(node)
-        if days:
-            self._days[node.node_id] = days
+        days = self._days[node.node_id] = busy_days(node)
         for day, left in days.items():
             insort(self._busy.setdefault(day, []), (left, node.node_id))
 
@@ -269,14 +271,11 @@ class NodeRanking:
 
     def unbook(self, plan: Plan) -> None:
         """Take back what `book` counted of a plan for later."""
-        self._refused.clear()
         start, end = to_instant(plan.window.start), to_end(plan.window.end)
         for part in plan.parts:
             node = self._nodes.get(part.node_id)
             if node is not None:
-                self._put(freed := without_part(node, part, start, end))
-                for starts in self._starts.values():
-                    starts.put(freed)
+                self._put_freed(without_part(node, part, start, end))
 
     def why_impossible(self, request: PlacementRequest) -> Impossible | None:
         """As `refusals.why_impossible`, on every node; remembered until the inventory changes."""
@@ -306,8 +305,13 @@ class NodeRanking:
 
     def _likely(self, request: PlacementRequest, asked: Asked, seen: set[int], *, spare: int = 0) -> Iterator[Fit]:
         """What a look at a few nodes finds that was not `seen`: at best `spare` more than are asked for."""
-        fits = self._likely_now(request, asked) if asked.starts_now else self._likely_later(request, asked, spare)
-        for fit in self._by_parts(request, asked) if request.parts else fits:
+        if request.parts:
+            fits = self._by_parts(request, asked)
+        elif asked.starts_now:
+            fits = self._likely_now(request, asked)
+        else:
+            fits = self._likely_later(request, asked, spare)
+        for fit in fits:
             if fit.node.node_id not in seen:
                 seen.add(fit.node.node_id)
                 yield fit
