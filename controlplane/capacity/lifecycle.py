@@ -57,18 +57,17 @@ def step(tx: Tx, tools: LedgerTools, reservation_id: int) -> timedelta | None:
 
 
 def _step_draft(tx: Tx, _: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
-    due = reservation.created_at + DRAFT_LIFE
-    if now < due:
-        return due - now
+    due = _next_instant(reservation)
+    if due is None or now < due:
+        return _next_look(now, due)
     ending.cancel(tx, reservation, now, state="expired", cause=None, detail="the request was never decided")
     return NOTHING_DUE
 
 
 def _step_queued(tx: Tx, _: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
-    if reservation.queue_deadline is None:
-        return NOTHING_DUE
-    if now < reservation.queue_deadline:
-        return reservation.queue_deadline - now
+    due = _next_instant(reservation)
+    if due is None or now < due:
+        return _next_look(now, due)
     detail = f"waited until its deadline: {reservation.pending_reason}"
     ending.cancel(tx, reservation, now, state="expired", cause=None, detail=detail)
     return NOTHING_DUE
@@ -154,9 +153,9 @@ def _step_active(tx: Tx, tools: LedgerTools, reservation: Reservation, now: date
 
 def _step_releasing(tx: Tx, _: LedgerTools, reservation: Reservation, now: datetime) -> timedelta | None:
     """Only evidence moves it on. The condition says to people that it is taking long."""
-    assert reservation.releasing_at is not None, "set with the state"
-    if now < reservation.releasing_at + ending.RELEASE_PATIENCE:
-        return reservation.releasing_at + ending.RELEASE_PATIENCE - now
+    due = _next_instant(reservation)
+    if due is None or now < due:
+        return _next_look(now, due)
     if reservations.set_condition(tx, reservation.reservation_id, "overrun", present=True):
         announce(tx, reservation, "condition", condition="overrun", present=True)
     return NOTHING_DUE
