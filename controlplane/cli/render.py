@@ -260,11 +260,13 @@ def render_record(
     data: Mapping[str, Any], *, skip: Sequence[str] = (), width: int | None = None, color: bool = False
 ) -> str:
     """Return a thing's fields one a line, in their order; `skip` names fields that are not shown."""
-    # two fields of one label would look like a fault: since when a state holds is told from the state
-    fields = [
-        (f"{label_of(name)} since" if name.removesuffix("_at") in data.keys() - {name} else label_of(name), value)
-        for name, value in ((name, show_value(name, value)) for name, value in data.items() if name not in skip)
-    ]
+    fields: list[tuple[str, str]] = []
+    for name, value in data.items():
+        if name in skip:
+            continue
+        # two fields of one label would look like a fault: since when a state holds is told from the state
+        since = " since" if name.endswith("_at") and name.removesuffix("_at") in data else ""
+        fields.append((label_of(name) + since, show_value(name, value)))
     return _record(fields, width, color=color)
 
 

@@ -191,8 +191,8 @@ def check_limits(limits: WindowLimits, request: PlacementRequest, now: datetime)
     if ahead is not None and request.start is not None and request.start > now + ahead:
         raise InvalidRequest(
             "start",
-            f"{_text(request.start)} is further ahead than this pool allows, {show_duration(ahead)}",
-            f"start by {_text(now + ahead)}" if ahead else "leave it out to start now",
+            f"{show_instant(request.start)} is further ahead than this pool allows, {show_duration(ahead)}",
+            f"start by {show_instant(now + ahead)}" if ahead else "leave it out to start now",
         )
 
 
@@ -211,8 +211,8 @@ def check_total(limits: WindowLimits, start: datetime, end: datetime) -> None:
         return
     raise InvalidRequest(
         "end",
-        f"{_text(end)} makes it {show_duration(length)}, longer than {than}",
-        f"ask for {_text(start + most)} at the latest",
+        f"{show_instant(end)} makes it {show_duration(length)}, longer than {than}",
+        f"ask for {show_instant(start + most)} at the latest",
     )
 
 
@@ -330,9 +330,11 @@ def _resolve_start(start: datetime | None, now: datetime) -> datetime | None:
     if start.tzinfo is None:
         raise InvalidRequest("start", "the time has no zone", "write it with one, such as 2030-01-31T09:00:00Z")
     if start < now - START_GRACE:
-        raise InvalidRequest("start", f"{_text(start)} is in the past", "leave it out to start now")
+        raise InvalidRequest("start", f"{show_instant(start)} is in the past", "leave it out to start now")
     if start > now + START_AHEAD_MAX:
-        raise InvalidRequest("start", f"{_text(start)} is too far ahead", f"start by {_text(now + START_AHEAD_MAX)}")
+        raise InvalidRequest(
+            "start", f"{show_instant(start)} is too far ahead", f"start by {show_instant(now + START_AHEAD_MAX)}"
+        )
     return start if start > now else None
 
 
@@ -381,5 +383,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _text(instant: datetime) -> str:
+def show_instant(instant: datetime) -> str:
+    """For a sentence: in UTC, to the second."""
     return instant.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

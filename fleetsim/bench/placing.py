@@ -134,10 +134,6 @@ class WatchedDatabase:
         self._inner = inner
         self.batches: list[Timed] = []
 
-    @property
-    def placed(self) -> int:
-        return sum(batch.placed for batch in self.batches)
-
     async def run_tx(self, fn: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         recording: list[RecordingTx] = []
 

@@ -43,6 +43,7 @@ from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExce
 from controlplane.iam.port import Resource
 from controlplane.model.queueing import QUEUE_MAX, QUEUE_OF_ONE_MAX
 from controlplane.model.quotas import QuotaShort
+from controlplane.model.requests import show_instant
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -164,11 +165,7 @@ def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: NewInQueue, sho
     else:
         _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
         if not given.queue:
-            when = (
-                ""
-                if short.earliest is None
-                else f"; could start at {short.earliest.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
-            )
+            when = "" if short.earliest is None else f"; could start at {show_instant(short.earliest)}"
             raise SoldOut(f"{short.detail}{when}")
         # at once, not with the first pass: from now on those who come later must not be in its way
         _queue(tx, row, short.detail, estimated_start=short.earliest)

@@ -107,10 +107,14 @@ def create(
     """
     request = _asked_for(**asked)
     if plan:
-        _show(session, session.read("series/preview", request), _PLANNED)
+        planned = session.read("series/preview", request)
+        if session.plain:
+            _show_windows(session, planned, _PLANNED)
+        else:
+            session.show(planned)
         return
     request |= given(name=name, project=project, tenant=tenant, all_or_nothing=False if what_fits else None)
-    _show(session, session.change("series/create", request), _WINDOWS)
+    _show(session, session.change("series/create", request))
 
 
 @command.command("list")
@@ -127,7 +131,7 @@ def list_(session: Session, *, pool: str | None, limit: int) -> None:
 @pass_session
 def get(session: Session, *, series: str) -> None:
     """Look at one series and what became of each window."""
-    _show(session, session.read("series/get", {"id": series}), _WINDOWS)
+    _show(session, session.read("series/get", {"id": series}))
 
 
 @command.command("cancel")
@@ -137,16 +141,18 @@ def get(session: Session, *, series: str) -> None:
 def cancel(session: Session, *, series: str, yes: bool) -> None:
     """Cancel the windows that have not begun; one that has goes on until it is released."""
     confirm(f"Cancel what is to come of {series}?", yes=yes)
-    _show(session, session.change("series/cancel", {"id": series}), _WINDOWS)
+    _show(session, session.change("series/cancel", {"id": series}))
 
 
-def _show(session: Session, found: JsonObject, columns: tuple[Column, ...]) -> None:
-    if columns is _WINDOWS or not session.plain:
-        session.show(found, skip=("windows", "rule"))
+def _show(session: Session, series: JsonObject) -> None:
+    session.show(series, skip=("windows", "rule"))
     if session.plain:
-        if columns is _WINDOWS:
-            click.echo()
-        click.echo(render_table(found["windows"], columns, width=session.width, color=session.color))
+        click.echo()
+        _show_windows(session, series, _WINDOWS)
+
+
+def _show_windows(session: Session, found: JsonObject, columns: tuple[Column, ...]) -> None:
+    click.echo(render_table(found["windows"], columns, width=session.width, color=session.color))
 
 
 def _asked_for(
