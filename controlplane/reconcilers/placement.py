@@ -70,7 +70,7 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         if say_all:
             said[pool_id] = trio.current_time()
         began = trio.current_time()
-        batches = await _place_all(db, tools, pool_id, fence, max_batch=max_batch, say_all=say_all)
+        batches, all_seen = await _place_all(db, tools, pool_id, fence, max_batch=max_batch, say_all=say_all)
         waiting, lost = sum(batch.waiting for batch in batches), sum(batch.lost for batch in batches)
         if waiting:
             # an owner's own place would be in its way
@@ -80,10 +80,10 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
         looked_at = sum(batch.claimed for batch in batches)
         in_vain_s = (trio.current_time() - began) * waiting / max(looked_at, 1)
         resting[pool_id] = trio.current_time() + min(in_vain_s, PAUSE_MAX_S)
-        if lost:
-            # what they lost to is in the index by now
+        # what those that lost have lost to is in the index by now, and who was placed is not in the queue any more
+        if lost or (not all_seen and waiting < looked_at):
             return Again(0.0)
-        return Again(RECHECK_S) if waiting else Done()
+        return Done() if all_seen and not waiting else Again(RECHECK_S)
 
     async def reconcile(key: str) -> Outcome:
         # a busy pool asks for pass after pass: no more than half of the time is spent on those who wait on
@@ -120,8 +120,12 @@ def placement_reconciler(db: Database, tools: LedgerTools, *, worker_id: str, ma
 
 async def _place_all(
     db: Database, tools: LedgerTools, pool_id: int, fence: Fence, *, max_batch: int, say_all: bool
-) -> list[Batch]:
-    """Look at everybody once, batch by batch. Raises DatabaseError, StaleEpoch."""
+) -> tuple[list[Batch], bool]:
+    """Look at everybody once, batch by batch; says too whether the whole queue had a turn.
+
+    Raises:
+        DatabaseError, StaleEpoch: the first that a batch has met; the others of that moment are rolled back.
+    """
     batches: list[Batch] = []
     failed: list[Exception] = []
     limiter = trio.CapacityLimiter(BATCHES_AT_ONCE)
@@ -151,9 +155,11 @@ async def _place_all(
             planned.set()
 
     give_up = trio.current_time() + PASS_S
+    begun = 0
     order = await db.run_tx(_load_order, pool_id)
     async with trio.open_nursery() as nursery:
         for ids in _chunks(order, max_batch):
+            begun += len(ids)
             planned = trio.Event()
             nursery.start_soon(place, ids, planned)
             await planned.wait()
@@ -162,7 +168,7 @@ async def _place_all(
                 break
     if failed:
         raise failed[0]
-    return batches
+    return batches, begun == len(order) < LOOKED_AT_MAX and not cut_off.is_set()
 
 
 def _load_order(tx: Tx, pool_id: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from controlplane.capacity import batch
 from controlplane.db import reservations, waiting
 from controlplane.db.tx import Contention
+from controlplane.queue.outcome import Again, Done
 from controlplane.reconcilers.placement import placement_reconciler
 from tests.support.ledgers import START, LedgerFleet, open_fleet
 
@@ -37,6 +38,22 @@ async def states(fleet: LedgerFleet, *ids: int) -> list[str]:
 
 def hours(number: float) -> timedelta:
     return timedelta(hours=number)
+
+
+async def test_a_pass_that_ends_before_the_queue_is_followed_by_another(dsn: Dsn, monkeypatch: Any) -> None:
+    """Everybody that it looked at was placed, so nothing but the pass itself can tell that others wait."""
+    async with open_fleet(dsn, nodes=2) as fleet:
+        ids = [await queue(fleet, 4) for _ in range(4)]
+        reconciler = placement_reconciler(fleet.db, fleet.tools, worker_id="one", max_batch=1)
+        with monkeypatch.context() as patch:
+            patch.setattr("controlplane.reconcilers.placement.PASS_S", -1.0)
+            assert await reconciler.reconcile("1") == Again(0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr("controlplane.reconcilers.placement.LOOKED_AT_MAX", 2)
+            assert await reconciler.reconcile("1") == Again(0.0)
+        assert await states(fleet, *ids) == ["binding"] * 3 + ["queued"]
+        assert await reconciler.reconcile("1") == Done()
+        assert await states(fleet, *ids) == ["binding"] * 4
 
 
 async def test_a_small_one_goes_before_if_it_delays_nobody_ahead(dsn: Dsn) -> None:
