@@ -44,7 +44,7 @@ def extend(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, 
     if end <= old_end:
         raise Invalid(f"end: {_text(end)} is not later than the end there is, {_text(old_end)}", field="end")
     # from the first start, so that no number of steps makes it longer
-    _check_length(load_window_limits(tx, reservation.pool_id), start, end)
+    check_length(load_window_limits(tx, reservation.pool_id), start, end)
     _move_end(tx, tools, reservation, end, now)
 
 
@@ -58,11 +58,12 @@ def shrink(tx: Tx, tools: LedgerTools, reservation: Reservation, end: datetime, 
     if end <= start:
         raise Invalid("end: is not later than the start; to end it before it starts, release it", field="end")
     # one that is open-ended gets any end that there may be, whatever the pool has allowed since
-    _check_length(NO_LIMITS, start, end)
+    check_length(NO_LIMITS, start, end)
     _move_end(tx, tools, reservation, end, now)
 
 
-def _check_length(limits: WindowLimits, start: datetime, end: datetime) -> None:
+def check_length(limits: WindowLimits, start: datetime, end: datetime) -> None:
+    """Raises Invalid for an end that makes a window too long."""
     try:
         check_total(limits, start, end)
     except InvalidRequest as exc:

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.place import GUARDS, Contended, announce
+from controlplane.capacity.windows import check_length
 from controlplane.db import ledger, maintenance, nodes, reservations
 from controlplane.db.maintenance import PLANNED
 from controlplane.db.queue import enqueue, schedule
 from controlplane.db.tx import CheckConflict, ExclusionConflict
-from controlplane.errors import Conflict, Invalid
+from controlplane.errors import Conflict
 from controlplane.fleet.lifecycle import tell
 from controlplane.model.maintenance import find_gap, in_the_way, plan_rolling
-from controlplane.model.requests import NO_LIMITS, InvalidRequest, check_total
+from controlplane.model.requests import NO_LIMITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -232,10 +233,7 @@ def extend(tx: Tx, row: Maintenance, end: datetime, now: datetime) -> None:
         raise Conflict(f"maintenance {row.public_id} is over; plan another")
     if end <= found.end:
         raise Conflict(f"end: is not later than the end there is, {text_of(found.end)}", field="end")
-    try:
-        check_total(NO_LIMITS, found.start, end)
-    except InvalidRequest as exc:
-        raise Invalid(str(exc), field="end") from exc
+    check_length(NO_LIMITS, found.start, end)
     try:
         with tx.savepoint():
             maintenance.move_end(tx, found, end)
