@@ -30,6 +30,7 @@ from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
 from controlplane.db.waiting import Pending
 from controlplane.model.planner import NoPlan
+from controlplane.model.queueing import GANGS_LOOKED_FOR_MAX, Turn
 from controlplane.model.requests import InvalidRequest, check_limits
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def place_batch(
     pool_id: int,
     *,
     ids: Sequence[int],
+    gangs_of_one: int = GANGS_LOOKED_FOR_MAX,
     fence: Fence | None = None,
     say_all: bool = True,
     on_planned: Callable[[int], object] = bool,
@@ -84,6 +86,7 @@ def place_batch(
 
     Args:
         ids: in the order of their turns.
+        gangs_of_one: how many gangs of one tenant that cannot start keep a place, in a pass.
         fence: the pool's lease.
         say_all: note for everybody why it waits; otherwise for those alone for whom nothing was noted yet.
         on_planned: called when all plans are in the index, and other batches can be planned around them, with how many
@@ -96,24 +99,24 @@ def place_batch(
     if fence is not None:
         fence.check(tx)
     now = load_now(tx)
-    turns = {reservation_id: turn for turn, reservation_id in enumerate(ids)}
-    rows = sorted(waiting.lock_queued(tx, pool_id, ids), key=lambda row: turns[row.reservation_id])
+    places = {reservation_id: place for place, reservation_id in enumerate(ids)}
+    rows = sorted(waiting.lock_queued(tx, pool_id, ids), key=lambda row: places[row.reservation_id])
     if not rows:
         return Batch(0, 0, 0)
     book = open_quotas(tx, rows)
     limits = load_window_limits(tx, pool_id)
     reasons: dict[int, Pending] = {}
     asked: list[Reservation] = []
-    requests: list[PlacementRequest] = []
+    turns: list[Turn] = []
     for row in rows:
         request = request_at(row, now)
         why = _beyond(limits, request, now) or _short(book, row, now)
         if why is None:
             asked.append(row)
-            requests.append(request)
+            turns.append(Turn(row.tenant_id, row.priority, request))
         else:
             reasons[row.reservation_id] = Pending(why, None)
-    plans = tools.indexes.plan_all(tx, pool_id, requests, now, horizon=now + EARLIEST_HORIZON)
+    plans = tools.indexes.plan_all(tx, pool_id, turns, now, horizon=now + EARLIEST_HORIZON, gangs_of_one=gangs_of_one)
     left = len(asked) - len(plans)
     for row in asked[len(plans) :]:
         book.give_back(row)

@@ -28,6 +28,7 @@ from controlplane.db.placements import load_changes
 from controlplane.db.views import load_node_views
 from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan
+from controlplane.model.queueing import GANGS_LOOKED_FOR_MAX, Gangs
 from controlplane.model.refusals import PendingReason
 from controlplane.model.requests import PlacementRequest
 
@@ -38,15 +39,13 @@ if TYPE_CHECKING:
     from controlplane.db.tx import Tx
     from controlplane.model.nodeview import NodeView
     from controlplane.model.planner import Plan
+    from controlplane.model.queueing import Turn
     from controlplane.model.refusals import Impossible
 
 # Four looks a second at a busy pool, of a fraction of a millisecond each.
 CATCH_UP: Final = timedelta(milliseconds=250)
 # Half of what housekeeping keeps of the changes, so that no look can miss one.
 FORGET_AFTER: Final = timedelta(minutes=5)
-# Gangs of a queue for whose first start a pass looks; all behind them wait. It takes some 50 ms on a full pool of
-# 10,000 nodes, where requests of one node cost as much once for each shape.
-GANGS_LOOKED_FOR_MAX: Final = 16
 # First starts that are looked for to tell somebody when it could be his turn, with the pool's placements waiting.
 SEARCHES_MAX: Final = 4
 # Nodes that a pass looks at for first starts of requests of one node, which is all of them for each shape: a second.
@@ -89,7 +88,7 @@ class _Pool:
     kept: list[Plan] = field(default_factory=list["Plan"])
     looked_for: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
     endless: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
-    gangs: int = 0
+    gangs: Gangs = field(default_factory=Gangs)
 
 
 class PoolIndexes:
@@ -145,10 +144,11 @@ class PoolIndexes:
         self,
         tx: Tx,
         pool_id: int,
-        requests: Iterable[PlacementRequest],
+        turns: Iterable[Turn],
         now: datetime,
         *,
         horizon: datetime | None,
+        gangs_of_one: int = GANGS_LOOKED_FOR_MAX,
     ) -> list[Plan | NoPlan]:
         """Plan requests in their order on the pool as it is at this moment, each around those before it.
 
@@ -156,6 +156,7 @@ class PoolIndexes:
             horizon: one that cannot start now keeps the place where it could start first, if that is by then,
                 and those behind it are planned around that place, too. It stays kept, for everybody in this
                 process, until `end_pass`. None keeps no places.
+            gangs_of_one: for how many gangs of one tenant such a start is looked for in a pass.
 
         Returns:
             What was planned for the first of them: for all, unless it takes longer than PLANNING_S.
@@ -166,25 +167,25 @@ class PoolIndexes:
             give_up = monotonic() + PLANNING_S
             made: list[Plan | NoPlan] = []
             ours = self._open(tx, pool)
-            ahead, gangs = len(pool.kept), pool.gangs
-            for request in requests:
+            ahead, gangs = len(pool.kept), pool.gangs.copy()
+            for turn in turns:
                 if made and monotonic() > give_up:
                     break
-                if pool.gangs == GANGS_LOOKED_FOR_MAX:
-                    made.append(_BEHIND)
+                if (behind := pool.gangs.why_behind(turn)) is not None:
+                    made.append(NoPlan(PendingReason.BEHIND, behind, None))
                     continue
-                plan = index.plan(request, now, None, without=pool.shut)
-                if isinstance(plan, NoPlan):
-                    plan = plan if horizon is None else _keep_place(pool, request, plan, now, horizon)
-                else:
+                plan = index.plan(turn.request, now, None, without=pool.shut)
+                if not isinstance(plan, NoPlan):
                     index.book(plan)
                     ours.append(plan)
+                elif horizon is not None:
+                    plan = _keep_place(pool, turn, plan, now, horizon, gangs_of_one=gangs_of_one)
                 made.append(plan)
-            if kept := pool.kept[ahead:]:
-                tx.on_end(partial(self._let_go_unless, pool, kept, pool.gangs - gangs))
+            if pool.gangs != gangs or len(pool.kept) > ahead:
+                tx.on_end(partial(self._let_go_unless, pool, pool.kept[ahead:], pool.gangs.since(gangs)))
             return made
 
-    def _let_go_unless(self, pool: _Pool, kept: Sequence[Plan], gangs: int, committed: bool) -> None:  # noqa: FBT001
+    def _let_go_unless(self, pool: _Pool, kept: Sequence[Plan], gangs: Gangs, committed: bool) -> None:  # noqa: FBT001
         """Those who wait are planned anew in the next attempt, and would be in their own way."""
         if committed:
             return
@@ -195,7 +196,7 @@ class PoolIndexes:
                     pool.kept.remove(plan)
                     if pool.index is not None:
                         pool.index.unbook(plan)
-            pool.gangs = max(pool.gangs - gangs, 0)
+            pool.gangs.take_back(gangs)
 
     def end_pass(self, pool_id: int) -> None:
         """Let go of the places that `plan_all` kept."""
@@ -208,7 +209,7 @@ class PoolIndexes:
             pool.kept.clear()
             pool.looked_for.clear()
             pool.endless.clear()
-            pool.gangs = 0
+            pool.gangs = Gangs()
 
     def nodes(self, tx: Tx, pool_id: int, now: datetime) -> Sequence[NodeView]:
         """Every node of a pool as it is at this moment, those that may not be placed on too."""
@@ -386,20 +387,18 @@ class PoolIndexes:
                 pool.index = None
 
 
-_BEHIND: Final = NoPlan(
-    PendingReason.BEHIND,
-    f"waits behind the first {GANGS_LOOKED_FOR_MAX} gangs of the queue that cannot start yet",
-    None,
-)
-
-
-def _keep_place(pool: _Pool, request: PlacementRequest, refused: NoPlan, now: datetime, horizon: datetime) -> NoPlan:
+def _keep_place(
+    pool: _Pool, turn: Turn, refused: NoPlan, now: datetime, horizon: datetime, *, gangs_of_one: int
+) -> NoPlan:
     """Note the place at which a request that does not fit now could start first; the refusal, with that start."""
     ahead = len(pool.kept)
+    request = turn.request
     place = None
-    if request not in pool.endless and _may_look_for(pool, request):
-        pool.gangs += request.nodes > 1
-        place = _index(pool).plan_earliest(request, now, horizon)
+    if request not in pool.endless:
+        if request.nodes > 1 and (behind := pool.gangs.count(turn, gangs_of_one)) is not None:
+            return NoPlan(PendingReason.BEHIND, behind, None)
+        if _may_look_for(pool, request):
+            place = _index(pool).plan_earliest(request, now, horizon)
     if place is None:
         # no start is known that those behind could delay: what is in the way has no end
         pool.endless.add(request)

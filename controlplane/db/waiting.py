@@ -27,7 +27,7 @@ def load_waiting(tx: Tx, pool_id: int, *, limit: int) -> list[Waiting]:
         for row in tx.tuples(
             """
             select reservation_id, tenant_id, priority, case charged_gpus(nodes, gpus_per_node, parts)
-                     when 0 then nodes * vcpus_per_node else charged_gpus(nodes, gpus_per_node, parts) end
+                     when 0 then nodes * vcpus_per_node else charged_gpus(nodes, gpus_per_node, parts) end, nodes > 1
             from (
               select reservation_id, tenant_id, priority, nodes, gpus_per_node, vcpus_per_node, parts,
                      row_number() over (partition by priority, tenant_id order by reservation_id) as nth

@@ -24,7 +24,7 @@ from controlplane.db.leases import Fence, StaleEpoch
 from controlplane.db.preemption import load_waiting_owners
 from controlplane.db.tx import OPERATING_ERRORS, DatabaseError
 from controlplane.db.waiting import load_holding, load_waiting, page_queued_pools
-from controlplane.model.queueing import order_queue
+from controlplane.model.queueing import order_queue, share_gangs
 from controlplane.queue.outcome import Again, Done
 from controlplane.reconcilers.reconciler import Reconciler
 
@@ -144,7 +144,14 @@ async def _place_all(
         try:
             async with limiter:
                 batch = await db.run_tx(
-                    place_batch, tools, pool_id, ids=ids, fence=fence, say_all=say_all, on_planned=tell
+                    place_batch,
+                    tools,
+                    pool_id,
+                    ids=ids,
+                    gangs_of_one=gangs_of_one,
+                    fence=fence,
+                    say_all=say_all,
+                    on_planned=tell,
                 )
             batches.append(batch)
         except (DatabaseError, StaleEpoch) as exc:
@@ -156,7 +163,7 @@ async def _place_all(
 
     give_up = trio.current_time() + PASS_S
     begun = 0
-    order = await db.run_tx(_load_order, pool_id)
+    order, gangs_of_one = await db.run_tx(_load_order, pool_id)
     async with trio.open_nursery() as nursery:
         for ids in _chunks(order, max_batch):
             begun += len(ids)
@@ -171,11 +178,12 @@ async def _place_all(
     return batches, begun == len(order) < LOOKED_AT_MAX and not cut_off.is_set()
 
 
-def _load_order(tx: Tx, pool_id: int) -> list[int]:
+def _load_order(tx: Tx, pool_id: int) -> tuple[list[int], int]:
+    """The order of turns, and for how many gangs of one tenant the pass may look for a start."""
     waiting = load_waiting(tx, pool_id, limit=LOOKED_AT_MAX)
     # alone, nobody has to take turns
     several = len({request.tenant_id for request in waiting}) > 1
-    return order_queue(waiting, load_holding(tx, pool_id) if several else {})
+    return order_queue(waiting, load_holding(tx, pool_id) if several else {}), share_gangs(waiting)
 
 
 def _chunks(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:

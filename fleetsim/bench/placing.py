@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, c
 
 from controlplane.capacity.batch import Batch
 from controlplane.capacity.indexes import PoolIndexes
+from controlplane.model.queueing import GANGS_LOOKED_FOR_MAX
 from fleetsim.bench.processes import read_cpu_s
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from controlplane.db.pool import Database, DatabaseStatistics
     from controlplane.db.tx import Tx
     from controlplane.model.planner import NoPlan, Plan
-    from controlplane.model.requests import PlacementRequest
+    from controlplane.model.queueing import Turn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,12 +111,13 @@ class WatchedIndexes(PoolIndexes):
         self,
         tx: Tx,
         pool_id: int,
-        requests: Iterable[PlacementRequest],
+        turns: Iterable[Turn],
         now: datetime,
         *,
-        horizon: datetime | None = None,
+        horizon: datetime | None,
+        gangs_of_one: int = GANGS_LOOKED_FOR_MAX,
     ) -> list[Plan | NoPlan]:
-        return super().plan_all(unwatched(tx), pool_id, requests, now, horizon=horizon)
+        return super().plan_all(unwatched(tx), pool_id, turns, now, horizon=horizon, gangs_of_one=gangs_of_one)
 
 
 def unwatched(tx: Tx) -> Tx:

@@ -162,14 +162,83 @@ async def test_a_tenant_with_more_than_a_pass_looks_at_keeps_nobody_out(dsn: Dsn
 
 
 async def test_nobody_passes_gangs_whose_places_are_not_looked_for(dsn: Dsn, monkeypatch: Any) -> None:
-    monkeypatch.setattr("controlplane.capacity.indexes.GANGS_LOOKED_FOR_MAX", 2)
+    monkeypatch.setattr("controlplane.model.queueing.GANGS_LOOKED_FOR_MAX", 2)
     async with open_fleet(dsn, nodes=2) as fleet:
         await fleet.reserve(4, duration_s=2 * HOUR)
         ids = [await queue(fleet, 8, nodes=2, duration_s=HOUR) for _ in range(3)]
         small = await queue(fleet, 1, duration_s=HOUR)
         await run_pass(fleet)
         assert await states(fleet, *ids, small) == ["queued"] * 4
-        assert (await fleet.load(small)).pending_reason.startswith("waits behind the first")
+        assert (await fleet.load(small)).pending_reason == (
+            "waits behind the first 2 gangs of its tenant that cannot start yet"
+        )
+
+
+async def test_whoever_is_behind_the_last_gang_that_keeps_a_place_may_start(dsn: Dsn, monkeypatch: Any) -> None:
+    monkeypatch.setattr("controlplane.model.queueing.GANGS_LOOKED_FOR_MAX", 2)
+    async with open_fleet(dsn, nodes=2) as fleet:
+        await fleet.reserve(4, duration_s=2 * HOUR)
+        gangs = [await queue(fleet, 8, nodes=2, duration_s=HOUR) for _ in range(2)]
+        short, long = await queue(fleet, 1, duration_s=HOUR), await queue(fleet, 1, duration_s=3 * HOUR)
+        await run_pass(fleet)
+        assert await states(fleet, *gangs, short, long) == ["queued", "queued", "binding", "queued"]
+
+
+async def open_crowd(fleet: LedgerFleet) -> list[int]:
+    """A tenant that holds all but one node, which is free, and one with less: 17 gangs of two nodes, all before it.
+
+    One node is free again in two hours. Then eight of the gangs fit on the two of them, and in three hours the next.
+    """
+    fleet.execute("insert into iam.tenant (public_id, slug, name) values ('ten_other', 'other', 'Other')")
+    for duration_s in (2 * HOUR, *[None] * 5):
+        assert (await fleet.reserve(8, duration_s=duration_s, tenant_id=2)).state == "binding"
+    return [await queue(fleet, 1, nodes=2, duration_s=HOUR) for _ in range(17)]
+
+
+async def test_the_gangs_of_one_tenant_do_not_keep_those_of_others_from_what_is_free(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=7) as fleet:
+        gangs = await open_crowd(fleet)
+        long, short = [await queue(fleet, 1, duration_s=hours * HOUR, tenant_id=2) for hours in (3, 2)]
+        behind = await queue(fleet, 1, duration_s=HOUR, tenant_id=2, priority=-1)
+        own = await queue(fleet, 1, duration_s=HOUR)
+        # also from one batch of the pass to the next
+        await run_pass(fleet, max_batch=7)
+        starts = [(await fleet.load(gang)).estimated_start for gang in gangs]
+        assert starts == [*[START + hours(2)] * 8, *[START + hours(3)] * 8, None]
+        assert await states(fleet, *gangs) == ["queued"] * 17
+        # the long one would be in the way of the first eight, and the others would pass a gang that has no place
+        assert await states(fleet, long, short, behind, own) == ["queued", "binding", "queued", "queued"]
+        assert (await fleet.load(long)).estimated_start == START + hours(4)
+        assert (await fleet.load(own)).pending_reason.startswith("waits behind the first 16 gangs of its tenant")
+        assert (await fleet.load(behind)).pending_reason.startswith("waits behind gangs that cannot start yet")
+        fleet.assert_sound()
+
+
+async def test_tenants_share_the_gangs_that_keep_places(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=7) as fleet:
+        gangs = await open_crowd(fleet)
+        theirs = await queue(fleet, 1, nodes=2, duration_s=HOUR, tenant_id=2)
+        await run_pass(fleet)
+        starts = [(await fleet.load(gang)).estimated_start for gang in (*gangs, theirs)]
+        assert starts == [*[START + hours(2)] * 8, *[None] * 9, START + hours(3)]
+        fleet.assert_sound()
+
+
+async def test_a_tenant_is_passed_over_only_until_its_batch_is_tried_again(dsn: Dsn, monkeypatch: Any) -> None:
+    commit_all, attempts = batch.commit_all, list[int]()
+
+    def lose_once(tx: Tx, *args: Any) -> Any:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise Contention("somebody was faster")
+        return commit_all(tx, *args)
+
+    async with open_fleet(dsn, nodes=7) as fleet:
+        gangs = await open_crowd(fleet)
+        monkeypatch.setattr(batch, "commit_all", lose_once)
+        await run_pass(fleet)
+        assert len(attempts) == 2
+        assert (await fleet.load(gangs[15])).estimated_start == START + hours(3)
 
 
 async def test_a_flood_of_shapes_costs_a_pass_no_more_than_some_looks(dsn: Dsn, monkeypatch: Any) -> None:
