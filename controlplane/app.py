@@ -35,6 +35,7 @@ from controlplane.config import WORKER_ROLES, ConfigError
 from controlplane.db.migrate import current_version, required_version
 from controlplane.db.notify import Doorbell, run_listener
 from controlplane.db.pool import DatabaseConfig, open_database, role_dsn
+from controlplane.db.pooler import check_declared, check_direct
 from controlplane.events.sinks import run_sinks
 from controlplane.fleet.join_app import JoinApp
 from controlplane.fleet.join_service import Issuer, JoinService
@@ -140,6 +141,7 @@ async def open_app(config: Config, sockets: Sockets) -> AsyncGenerator[App]:
     """Open and run everything that `config.roles` names, until the body is left.
 
     Raises:
+        ConfigError: a connection string leads through a pooler where it must not.
         DatabaseError: the database cannot be used now.
         NotMigrated: its schema is older than this build.
         KeysError: `keys_dir` lacks what a role needs, or others may read it.
@@ -147,6 +149,8 @@ async def open_app(config: Config, sockets: Sockets) -> AsyncGenerator[App]:
     dsn = config.database.dsn
     direct_dsn = config.database.direct_dsn or dsn
     main_user = _user_of(config)
+    await trio.to_thread.run_sync(check_direct, config.database, main_user)
+    await trio.to_thread.run_sync(check_declared, config.database, main_user)
     await trio.to_thread.run_sync(check_migrated, role_dsn(direct_dsn, main_user))
     metrics = Metrics(CollectorRegistry())
     clock = SystemClock()

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-pytest_plugins = ["tests.support.postgres", "tests.support.nvml", "tests.support.podman"]
+pytest_plugins = [
+    "tests.support.postgres",
+    "tests.support.pgbouncer",
+    "tests.support.nvml",
+    "tests.support.podman",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

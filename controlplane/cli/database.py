@@ -9,6 +9,7 @@ import trio
 from controlplane.cli.session import Failed
 from controlplane.db.migrate import current_version, find_migrations, load, migrate, required_version
 from controlplane.db.pool import DatabaseConfig, open_database, role_dsn
+from controlplane.db.pooler import check_direct
 from controlplane.iam.bootstrap import ensure_root, mint_admin_key
 from shared.clocks import SystemClock
 from shared.ids import IdSource
@@ -23,7 +24,8 @@ def _owner_dsn(config: Config) -> str:
 
 
 def migrate_all(config: Config) -> list[str]:
-    """Apply what is missing; returns the names. Raises MigrationError and DatabaseError."""
+    """Apply what is missing; returns the names. Raises MigrationError, DatabaseError and ConfigError."""
+    check_direct(config.database, config.database.owner)
     return [f"{m.number:04}_{m.name}" for m in migrate(_owner_dsn(config), load(find_migrations()))]
 
 

@@ -162,7 +162,7 @@ async def open_api(
     `wrap_iam` may put something between the gate and the embedded IAM.
     """
     rings = RecordedRings()
-    async with open_database(DatabaseConfig(dsn.api, pool_size=4), ring=rings.ring) as pool:
+    async with open_database(DatabaseConfig(dsn.api, pool_size=4, pgbouncer=dsn.pgbouncer), ring=rings.ring) as pool:
         used = database or CheckedReads(pool)
         ids = IdSource(SystemClock())
         root = await pool.run_tx(ensure_root, ids)

@@ -30,7 +30,10 @@ TEMPLATE = "bettercompute_template"
 
 @dataclass(frozen=True, slots=True)
 class Dsn:
-    """Connection strings for one test's database, by login role; `admin` is the superuser."""
+    """Connection strings for one test's database, by login role; `admin` is the superuser.
+
+    `pgbouncer` says that those of the api, the worker and the gateway lead through one.
+    """
 
     name: str
     admin: str
@@ -38,6 +41,7 @@ class Dsn:
     api: str
     worker: str
     gateway: str
+    pgbouncer: bool = False
 
 
 @pytest.fixture(scope="session")

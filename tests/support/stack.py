@@ -50,6 +50,8 @@ CONFIG = """
 keys_dir = "{directory}/keys"
 [database]
 dsn = "{dsn}"
+direct_dsn = "{direct_dsn}"
+pgbouncer = {pgbouncer}
 [api]
 listen = "127.0.0.1:{api}"
 join_listen = "127.0.0.1:{join}"
@@ -322,7 +324,13 @@ async def open_stack(dsn: Dsn, directory: Path, *, serve: bool = True) -> AsyncG
     ports = free_ports(3)
     stack = Stack(directory, dsn, (ports[0], ports[1], ports[2]))
     config = CONFIG.format(
-        directory=directory, dsn=role_dsn(dsn.admin, "nobody"), api=ports[0], join=ports[1], gateway=ports[2]
+        directory=directory,
+        dsn=role_dsn(dsn.api, "nobody"),
+        direct_dsn=role_dsn(dsn.admin, "nobody") if dsn.pgbouncer else "",
+        pgbouncer=str(dsn.pgbouncer).lower(),
+        api=ports[0],
+        join=ports[1],
+        gateway=ports[2],
     )
     (directory / "config.toml").write_text(config)
     async with AsyncExitStack() as exits:

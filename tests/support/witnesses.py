@@ -259,8 +259,8 @@ async def open_arena(
     with psycopg.connect(dsn.admin, autocommit=True) as conn:
         conn.execute(FROZEN_TIME)
     async with (
-        open_database(DatabaseConfig(dsn.api, pool_size=6)) as api_pool,
-        open_database(DatabaseConfig(dsn.worker, pool_size=4)) as workers,
+        open_database(DatabaseConfig(dsn.api, pool_size=6, pgbouncer=dsn.pgbouncer)) as api_pool,
+        open_database(DatabaseConfig(dsn.worker, pool_size=4, pgbouncer=dsn.pgbouncer)) as workers,
         open_api(dsn, database=api_pool) as api,
     ):
         arena = Arena(dsn, api, workers, api.context.tools)

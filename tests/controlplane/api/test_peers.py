@@ -194,10 +194,10 @@ ROUNDS = 30
 UNITS = 8
 
 
-async def _race(api: Api, clients: int) -> list[int]:
+async def _race(api: Api, clients: int, rounds: int) -> list[int]:
     """Rounds of so many clients that ask for one of eight GPUs at once; how many got one, by round."""
     sold: list[int] = []
-    for number in range(ROUNDS):
+    for number in range(rounds):
         answers: Counter[str] = Counter()
 
         async def ask(pool: str, answers: Counter[str]) -> None:
@@ -219,13 +219,22 @@ async def test_the_last_units_are_sold_once(dsn: Dsn, clients: int) -> None:
     And in the shape in which 9 to 11 of 8 were sold, a retry inside the transaction that had failed (placement
     LP#2104040): 30 rounds each with 9, 12 and 24 clients for the same 8 units.
     """
+    await _sell_the_last(dsn, clients, ROUNDS)
+
+
+async def test_the_last_units_are_sold_once_behind_pgbouncer(pooled: Dsn) -> None:
+    """As above, with twelve connections that share two sessions of PostgreSQL."""
+    await _sell_the_last(pooled, 24, ROUNDS // 3)
+
+
+async def _sell_the_last(dsn: Dsn, clients: int, rounds: int) -> None:
     async with (
-        open_database(DatabaseConfig(dsn.api, pool_size=12)) as database,
+        open_database(DatabaseConfig(dsn.api, pool_size=12, pgbouncer=dsn.pgbouncer)) as database,
         open_api(dsn, database=database) as api,
     ):
         await api.ok("sites/create", slug="lab")
         with psycopg.connect(dsn.admin, autocommit=True) as conn:
-            for number in range(ROUNDS):
+            for number in range(rounds):
                 (pool_id,) = conn.execute(
                     """
                     insert into pool (public_id, site_id, slug, name, kind, gpu_model)
@@ -234,7 +243,7 @@ async def test_the_last_units_are_sold_once(dsn: Dsn, clients: int) -> None:
                     (new_id("pool"), f"round-{number}"),
                 ).fetchone() or (0,)
                 insert_node(conn, pool_id, number, UNITS)
-        assert await _race(api, clients) == [UNITS] * ROUNDS
+        assert await _race(api, clients, rounds) == [UNITS] * rounds
         held = _rows(dsn, "select node_id, sum(cardinality(device_uuids)) from allocation group by node_id")
-        assert [count for _, count in held] == [UNITS] * ROUNDS
+        assert [count for _, count in held] == [UNITS] * rounds
         assert_sound(dsn.admin)

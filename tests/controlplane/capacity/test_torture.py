@@ -19,6 +19,14 @@ SECONDS, SEED = 6.0, 1
 
 
 async def test_the_ledger_under_torture(dsn: Dsn, request: pytest.FixtureRequest) -> None:
+    await _torture(dsn, request)
+
+
+async def test_the_ledger_under_torture_behind_pgbouncer(pooled: Dsn, request: pytest.FixtureRequest) -> None:
+    await _torture(pooled, request)
+
+
+async def _torture(dsn: Dsn, request: pytest.FixtureRequest) -> None:
     seconds: float | None = request.config.getoption("--torture-seconds")
     seed: int | None = request.config.getoption("--torture-seed")
     if seed is None:
