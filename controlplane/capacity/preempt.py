@@ -8,6 +8,9 @@ have signed that they have let go, and is placed by the queue like everybody els
 
 While it waits, the quotas that it counts against lend nothing (`claims`), so that what was freed for it
 is not borrowed again.
+
+Owner and borrowers are told of each other's reservations by name only within one tenant. Operators have an event with
+all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING
 from controlplane.capacity import end as ending
 from controlplane.capacity.place import Contended, announce, placement_request
 from controlplane.capacity.quota import ask_of, open_quotas, window_of
-from controlplane.db import ledger, preemption, reservations, views, waiting
+from controlplane.db import ledger, outbox, preemption, reservations, views, waiting
 from controlplane.db.time import load_now
 from controlplane.db.waiting import Pending
 from controlplane.model.fit import fit_node, request_window
@@ -116,10 +119,20 @@ def _wait_for(tx: Tx, book: QuotaBook, owner: Reservation, gone: Sequence[Reserv
         book.claim(owner)
         book.write(tx)
         preemption.set_preempting(tx, owner.reservation_id, preempting=True)
-    named = ", ".join(row.public_id for row in gone[:NAMED_MAX]) + (", ..." if len(gone) > NAMED_MAX else "")
-    reason = f"waits for {len(gone)} reservation{'s' if len(gone) > 1 else ''} to let go: {named}"
+    reason = _whom_it_waits_for(owner, gone)
     if waiting.set_pending_reasons(tx, {owner.reservation_id: Pending(reason, None)}):
         announce(tx, owner, "queued", reason=reason, preempting=True)
+
+
+def _whom_it_waits_for(owner: Reservation, gone: Sequence[Reservation]) -> str:
+    """The reason that its holder reads, who may know of its own tenant's reservations alone."""
+    own = [row.public_id for row in gone if row.tenant_id == owner.tenant_id]
+    others = len(gone) - len(own)
+    text = f"waits for {len(gone)} reservation{'s' if len(gone) > 1 else ''}"
+    if not own:
+        return f"{text} of other tenants to let go"
+    named = own[:NAMED_MAX] + ["..."] * (len(own) > NAMED_MAX)
+    return f"{text} to let go: {', '.join(named)}" + (f", and {others} of other tenants" if others else "")
 
 
 def _end_all(tx: Tx, tools: LedgerTools, owner: Reservation, going: Sequence[Reservation], now: datetime) -> None:
@@ -129,13 +142,16 @@ def _end_all(tx: Tx, tools: LedgerTools, owner: Reservation, going: Sequence[Res
     preemption.set_preempted_for(tx, [row.reservation_id for row in going], owner.reservation_id)
     holds = [hold for row in going for hold in ledger.load_allocations(tx, row.reservation_id, open_only=True)]
     ledger.lock_nodes(tx, sorted({hold.node_id for hold in holds}))
-    detail = f"borrowed GPUs were asked back by their owner, for {owner.public_id}"
     for row in sorted(going, key=lambda row: row.reservation_id):
+        named = f", for {owner.public_id}" if row.tenant_id == owner.tenant_id else ""
+        detail = f"borrowed GPUs were asked back by their owner{named}"
         if row.state == "placed":
             ending.cancel(tx, row, now, cause="preempted", detail=detail)
         else:
             ended = ending.end(tx, tools, row, now, cause="preempted", detail=detail)
             assert ended, "locked in a state that can end"
+    names = [row.public_id for row in going]
+    outbox.publish(tx, "reservation.preempting", owner.public_id, {"preempted": names}, tenant_id=None)
 
 
 class _Devices:

@@ -85,20 +85,26 @@ async def test_an_owner_gets_its_guarantee_when_the_node_has_let_go(dsn: Dsn) ->
         assert await preempt(fleet, owner) == (borrowed.reservation_id,)
         borrowed = await fleet.load(borrowed.reservation_id)
         assert (borrowed.state, borrowed.end_cause) == ("releasing", "preempted")
-        assert borrowed.end_detail == f"borrowed GPUs were asked back by their owner, for {owner.public_id}"
+        # neither may know of the other's reservation
+        assert borrowed.end_detail == "borrowed GPUs were asked back by their owner"
         assert borrowed.preempted_for == owner.reservation_id
         assert (await fleet.load(kept.reservation_id)).state == "active"
         owner = await fleet.load(owner.reservation_id)
-        reason = f"waits for 1 reservation to let go: {borrowed.public_id}"
+        reason = "waits for 1 reservation of other tenants to let go"
         assert (owner.state, owner.preempting, owner.pending_reason) == ("queued", True, reason)
         assert claims(fleet) == {1: 1, LAB: 1, SIBLING: 0}
         told = fleet.execute(
-            "select subject, kind, data->>'cause', data->>'reason' from outbox order by seq desc limit 2"
+            "select tenant_id, subject, kind, data->>'cause', data->>'reason' from outbox order by seq desc limit 3"
         )
         assert set(told) == {
-            (borrowed.public_id, "reservation.releasing", "preempted", None),
-            (owner.public_id, "reservation.queued", None, reason),
+            (SIBLING, borrowed.public_id, "reservation.releasing", "preempted", None),
+            (LAB, owner.public_id, "reservation.queued", None, reason),
+            (None, owner.public_id, "reservation.preempting", None, None),
         }
+        by_tenant = "select string_agg(data::text, ' ') from outbox where tenant_id is not distinct from %s"
+        assert borrowed.public_id not in fleet.execute(by_tenant, LAB)[0][0]
+        assert owner.public_id not in fleet.execute(by_tenant, SIBLING)[0][0]
+        assert borrowed.public_id in fleet.execute(by_tenant, None)[0][0]
         await assert_no_drift(fleet)
 
         # the machine has not said that it let go: the owner waits, and what it waits for is not lent again
@@ -154,6 +160,30 @@ async def test_nobody_goes_for_more_than_the_guarantee(dsn: Dsn) -> None:
         assert owner.state == "queued"
         assert await preempt(fleet, owner) == ()
         assert claims(fleet) == {1: 0, LAB: 0, SIBLING: 0}
+
+
+async def test_a_reason_names_those_of_the_owners_own_tenant_alone(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        lend(fleet, lab=9)
+        # one project of the lab has borrowed what another is guaranteed
+        (guaranteed,), (greedy,) = fleet.execute(
+            "insert into project (public_id, tenant_id, slug, name) values"
+            " ('prj_a', %s, 'a', 'A'), ('prj_b', %s, 'b', 'B') returning project_id",
+            LAB,
+            LAB,
+        )
+        set_quota(fleet, LAB, 7, project_id=guaranteed)
+        set_quota(fleet, LAB, 0, project_id=greedy, gpus_borrow_max=None)
+        own = [await fleet.reserve(1, tenant_id=LAB, project_id=greedy) for _ in range(2)]
+        sibling = await borrow(fleet, 6)
+        owner = await fleet.reserve(7, tenant_id=LAB, project_id=guaranteed)
+        # six of the sibling's are not enough
+        assert set(await preempt(fleet, owner)) == {sibling.reservation_id, own[1].reservation_id}
+        reason = (await fleet.load(owner.reservation_id)).pending_reason
+        assert reason == f"waits for 2 reservations to let go: {own[1].public_id}, and 1 of other tenants"
+        details = {row.tenant_id: (await fleet.load(row.reservation_id)).end_detail for row in (own[1], sibling)}
+        assert details[LAB].endswith(f", for {owner.public_id}")
+        assert owner.public_id not in details[SIBLING]
 
 
 async def test_gangs_go_whole_and_only_as_many_as_it_takes(dsn: Dsn) -> None:
