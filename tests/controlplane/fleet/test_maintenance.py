@@ -13,8 +13,10 @@ from controlplane.capacity.place import Placed
 from controlplane.db import maintenance as db
 from controlplane.db import nodes, reservations
 from controlplane.db.time import load_now
-from controlplane.errors import Conflict, Invalid
+from controlplane.errors import Conflict, Invalid, SoldOut
 from controlplane.fleet import maintenance, retire
+from tests.controlplane.capacity.test_repair import active, booked_on, break_gpus
+from tests.controlplane.capacity.test_replace import repair
 from tests.support.ledgers import START, open_fleet
 
 if TYPE_CHECKING:
@@ -107,6 +109,30 @@ async def test_nothing_is_placed_over_a_window_and_everything_beside_it(dsn: Dsn
         assert (await fleet.reserve(one, start_s=3 * HOUR, duration_s=HOUR, **amount)).state == "placed"
         assert (await fleet.reserve(one, duration_s=2 * HOUR, **amount)).state == "binding"
         fleet.assert_sound()
+
+
+async def test_who_is_placed_after_the_plan_ends_before_the_window_and_has_nothing_to_be_told(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        (row,) = await plan(fleet, start_s=2 * HOUR)
+        waits = await fleet.reserve(4, duration_s=2 * HOUR + 1)
+        until = await fleet.reserve(4, duration_s=2 * HOUR)
+        assert (until.state, until.window_end, until.conditions) == ("binding", row.start, [])
+        # nor is the one before it placed over it from the queue
+        waits = await fleet.retry_queue(waits.reservation_id)
+        assert (waits.state, waits.estimated_start) == ("queued", row.end)
+
+
+async def test_a_replacement_is_not_placed_over_a_window(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        (row,) = await plan(fleet, on=[0], start_s=2 * HOUR)
+        over = await active(fleet, 4, duration_s=3 * HOUR)
+        assert booked_on(fleet, over) == ["node-1"]
+        break_gpus(fleet, *fleet.nodes[1].uuids)
+        with pytest.raises(SoldOut):
+            await repair(fleet, over)
+        await cancel(fleet, row)
+        await repair(fleet, over)
+        assert "node-0" in booked_on(fleet, over)
 
 
 async def test_a_time_that_is_booked_is_refused_with_the_first_that_is_free(dsn: Dsn) -> None:
