@@ -3,8 +3,8 @@
 A window is a booking of the whole node, so it can only be where nothing is booked: at the time that
 was asked for, or at the first gap after it. Until then the node goes on serving whoever ends before
 it; nobody can be placed over it, or extend into it. Who has something on the node before it when it is
-planned is told, and may have counted on more: once by an event and for as long as it is to come by a
-condition. Who is placed there later has a window that ends before it, and nothing to be told.
+planned is told, once by an event and for as long as it is to come by a condition. Who is placed there
+later has a window that ends before it, and nothing to be told.
 
 When the window begins the node is cordoned, unless somebody did that before, and when it ends what
 was cordoned for it is not any more. A node whose holder overruns is cordoned all the same: what it

@@ -47,7 +47,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     pool: Annotated[str | None, msgspec.Meta(description="Null: all pools together.")]
     gpu_model: Annotated[str | None, msgspec.Meta(description="If not null, only the pools of this model.")]
     gpus_max: Annotated[int | None, msgspec.Meta(description="What is guaranteed.")]
-    gpus_used: int
+    gpus_used: Annotated[int, msgspec.Meta(description="Booked or held, whenever the windows are.")]
     gpus_borrow_max: Annotated[
         int | None,
         msgspec.Meta(description="How many more may be borrowed from the quotas above; null: what they have."),

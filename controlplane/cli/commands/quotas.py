@@ -68,9 +68,9 @@ def _limit_options(fn: Callable[..., None]) -> Callable[..., None]:
         metavar="N",
         help="This many GPUs more may be borrowed of what the quotas above leave idle. [default: 0]",
     )(fn)
-    return click.option("--gpus", type=click.IntRange(min=0), metavar="N", help="This many GPUs at once, guaranteed.")(
-        fn
-    )
+    return click.option(
+        "--gpus", type=click.IntRange(min=0), metavar="N", help="This many GPUs booked or held, guaranteed."
+    )(fn)
 
 
 def _limits(**limits: int | str | None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _limits(**limits: int | str | None) -> dict[str, Any]:
 
 @click.group("quotas", cls=NounGroup)
 def command() -> None:
-    """What a tenant or project may hold, at once and in GPU-hours."""
+    """What a tenant or project may have booked and held, and in GPU-hours."""
 
 
 @command.command("create")
@@ -99,7 +99,11 @@ def create(
     gpu_model: str | None,
     **limits: int | str | None,
 ) -> None:
-    """Set a limit; what is not limited is not named."""
+    """Set a limit; what is not limited is not named.
+
+    GPUs, vCPUs and memory count from the moment they are booked, whenever the window begins, until the nodes have let
+    go: 8 GPUs for today and 8 for next week are 16. GPU-hours count in the periods that a window touches.
+    """
     asked = given(tenant=tenant, project=project, pool=pool, gpu_model=gpu_model)
     session.show(session.change("quotas/create", {**asked, **_limits(**limits)}))
 
