@@ -10,6 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from controlplane.model.labels import TERMS_MAX
+
 Ref = Annotated[str, msgspec.Meta(min_length=1, max_length=100, description="An id or a slug.")]
 Slug = Annotated[
     str,
@@ -37,3 +39,10 @@ Mebibytes = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """Fits int8, and a JavaScript number."""
 Seconds = Annotated[int, msgspec.Meta(ge=1, le=10 * 366 * 86400)]
 """A duration of up to ten years."""
+SelectorTerms = Annotated[
+    list[Annotated[str, msgspec.Meta(max_length=130)]],
+    msgspec.Meta(
+        max_length=TERMS_MAX,
+        description="Only nodes of which every term is true: `zone=a`, `zone!=a`, `zone` (has it), `!zone`.",
+    ),
+]

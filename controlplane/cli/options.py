@@ -226,6 +226,17 @@ def list_options(fn: F) -> F:
     return cast("F", limit(click.option("--all", "everything", is_flag=True, help=f"All, up to {LIST_MAX}.")(run)))
 
 
+def selector_option(fn: F) -> F:
+    """Add `-l/--selector`; the command gets its terms as the tuple `selector`."""
+    return click.option(
+        "--selector",
+        "-l",
+        multiple=True,
+        metavar="TERM",
+        help="Only nodes with such labels: zone=a, zone!=a, zone or !zone; may be repeated.",
+    )(fn)
+
+
 def yes_option(fn: F) -> F:
     """Add `-y/--yes`; the command gets `yes` and passes it to `confirm`."""
     return click.option("--yes", "-y", is_flag=True, help="Do not ask.")(fn)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from controlplane.db.tx import Tx
+    from controlplane.model.labels import Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def page_nodes(
     pool_id: int | None,
     states: Sequence[str] | None,
     connectivity: str | None,
+    selector: Selector,
     after: int,
     limit: int,
 ) -> list[NodeRow]:
@@ -114,6 +116,12 @@ def page_nodes(
           and (case when %(states)s::text[] is null then n.provision_state <> 'decommissioned'
                     else n.provision_state = any(%(states)s) end)
           and (%(connectivity)s::text is null or n.connectivity = %(connectivity)s)
+          and not exists (
+            select from unnest(%(keys)s::text[], %(operators)s::text[], %(values)s::text[]) as t (key, operator, value)
+            where not case t.operator when '=' then coalesce(n.labels ->> t.key = t.value, false)
+                                      when '!=' then n.labels ->> t.key is distinct from t.value
+                                      when 'exists' then n.labels ->> t.key is not null
+                                      when 'absent' then n.labels ->> t.key is null end)
         order by n.node_id limit %(limit)s
         """,
         {
@@ -121,6 +129,9 @@ def page_nodes(
             "pool": pool_id,
             "states": None if states is None else list(states),
             "connectivity": connectivity,
+            "keys": [term.key for term in selector],
+            "operators": [term.operator for term in selector],
+            "values": [term.value for term in selector],
             "limit": limit,
         },
     )

@@ -154,6 +154,8 @@ def test_labels_and_selectors(server: CommandServer, bcctl: CommandLine) -> None
     ran = bcctl("nodes", "label", "node-1", "disk")
     assert (ran.status, "write KEY=VALUE to put a label on, KEY- to take it off" in ran.err) == (2, True)
     assert bcctl("nodes", "label", "node-1", "Zone=a").err.startswith("INVALID: put: 'Zone' is not a key; a key is ")
+    assert [row[0] for row in rows(bcctl("nodes", "list", "-l", "zone=a", "--selector", "!disk").value)] == ["node-1"]
+    assert [row[0] for row in rows(bcctl("nodes", "list", "--selector", "!zone").value)] == ["node-0"]
     what = ("reserve", "--pool", "h100", "--gpus", "1", "--for", "1h")
     taken = bcctl(*what, "-l", "zone=a", "-l", "!disk", "--output", "json")
     found = json.loads(taken.value)

@@ -154,7 +154,9 @@ def _load_new(tx: Tx, call: Call, typed: CreateMaintenance) -> Target[_New]:
 def _nodes_of(tx: Tx, ref: str) -> list[tuple[int, str]]:
     """The pool's nodes that are not decommissioned. Raises Invalid, NotFound."""
     pool = resolve.find_pool(tx, ref)
-    rows = node_views.page_nodes(tx, pool_id=pool.pool_id, states=None, connectivity=None, after=0, limit=NODES_MAX + 1)
+    rows = node_views.page_nodes(
+        tx, pool_id=pool.pool_id, states=None, connectivity=None, selector=(), after=0, limit=NODES_MAX + 1
+    )
     if len(rows) > NODES_MAX:
         raise Invalid(f"pool: {pool.slug} has more than {NODES_MAX} nodes; name some of them in nodes", field="pool")
     return [(row.node_id, row.name) for row in rows]

@@ -22,7 +22,7 @@ from controlplane.api.calls import (
     Target,
 )
 from controlplane.api.cursors import after, make_page
-from controlplane.api.fields import NodeName, Ref
+from controlplane.api.fields import NodeName, Ref, SelectorTerms
 from controlplane.api.groups.node_structs import NO_PARTS, Node, show_node
 from controlplane.db import certificates, maintenance, node_views, nodes, places, rollups
 from controlplane.db.queue import enqueue
@@ -30,14 +30,17 @@ from controlplane.db.time import load_now
 from controlplane.errors import Conflict, Invalid
 from controlplane.fleet import lifecycle, move, retire
 from controlplane.iam.port import Resource
-from controlplane.model.labels import KEY_RULE, LABELS_MAX, VALUE_RULE, InvalidLabel, change_labels
+from controlplane.model.labels import KEY_RULE, LABELS_MAX, VALUE_RULE, InvalidLabel, change_labels, parse_selector
 from controlplane.model.states import Connectivity, ProvisionState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from controlplane.api.calls import Call
     from controlplane.db.node_views import NodeRow
     from controlplane.db.nodes import LifecycleNode
     from controlplane.db.tx import Tx
+    from controlplane.model.labels import Selector
 
 Reason = Annotated[str, msgspec.Meta(max_length=500, description="For people: shown with the node, and audited.")]
 
@@ -52,6 +55,7 @@ class ListNodes(ListInput, frozen=True, kw_only=True):
         ProvisionState | None, msgspec.Meta(description="Decommissioned nodes are listed only if asked for.")
     ] = None
     connectivity: Connectivity | None = None
+    selector: SelectorTerms = msgspec.field(default_factory=list[str])
 
 
 class NodeAct(Idempotent, frozen=True, kw_only=True):
@@ -112,6 +116,7 @@ def _list(tx: Tx, call: Call, typed: ListNodes) -> Page[Node]:
         pool_id=pool_id,
         states=None if typed.provision_state is None else [typed.provision_state],
         connectivity=typed.connectivity,
+        selector=_read_selector(typed.selector),
         after=after("nodes", typed.cursor),
         limit=typed.limit + 1,
     )
@@ -123,6 +128,13 @@ def _list(tx: Tx, call: Call, typed: ListNodes) -> Page[Node]:
         item=lambda row: show_node(row, parts.get(row.node_id, NO_PARTS)),
         keys=lambda row: (row.node_id,),
     )
+
+
+def _read_selector(texts: Sequence[str]) -> Selector:
+    try:
+        return parse_selector(texts)
+    except InvalidLabel as exc:
+        raise Invalid(f"selector: {exc.problem}; {exc.fix}", field="selector") from None
 
 
 # --- acts ------------------------------------------------------------------------------------

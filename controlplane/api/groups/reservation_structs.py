@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from controlplane.api.calls import Idempotent, Input, ListInput
+from controlplane.api.fields import SelectorTerms
 from controlplane.db.reservation_views import load_named, load_names, load_parts
-from controlplane.model.labels import TERMS_MAX
 from controlplane.model.queueing import PRIORITY_MAX, PRIORITY_MIN
 from controlplane.model.shares import ASKS_MAX, parse_parts
 from controlplane.model.states import ReservationState
@@ -72,13 +72,7 @@ class What(Idempotent, frozen=True, kw_only=True):
         msgspec.Meta(max_length=64, description="`any`, or `nvlink-all` for GPUs that all reach each other by NVLink."),
     ] = "any"
     whole_node: Annotated[bool, msgspec.Meta(description="Nodes that nobody else uses.")] = False
-    selector: Annotated[
-        list[Annotated[str, msgspec.Meta(max_length=130)]],
-        msgspec.Meta(
-            max_length=TERMS_MAX,
-            description="Only on nodes of which every term is true: `zone=a`, `zone!=a`, `zone` (has it), `!zone`.",
-        ),
-    ] = msgspec.field(default_factory=list[str])
+    selector: SelectorTerms = msgspec.field(default_factory=list[str])
     strategy: Annotated[
         str,
         msgspec.Meta(

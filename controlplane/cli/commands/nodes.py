@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane.cli.commands.status import held_gpus, held_memory, held_vcpus
-from controlplane.cli.options import NounGroup, confirm, given, list_options, pass_session, yes_option
+from controlplane.cli.options import (
+    NounGroup,
+    confirm,
+    given,
+    list_options,
+    pass_session,
+    selector_option,
+    yes_option,
+)
 from controlplane.cli.render import Column, by_name, render_table
 
 if TYPE_CHECKING:
@@ -69,11 +77,20 @@ def command() -> None:
     help="Only in this state, as in adopted. [default: all but decommissioned]",
 )
 @click.option("--connectivity", type=click.Choice(["never", "connected", "unreachable"]), help="Only these.")
+@selector_option
 @list_options
 @pass_session
-def list_(session: Session, *, pool: str | None, state: str | None, connectivity: str | None, limit: int) -> None:
+def list_(
+    session: Session,
+    *,
+    pool: str | None,
+    state: str | None,
+    connectivity: str | None,
+    selector: tuple[str, ...],
+    limit: int,
+) -> None:
     """List nodes."""
-    asked = given(pool=pool, provision_state=state, connectivity=connectivity)
+    asked = given(pool=pool, provision_state=state, connectivity=connectivity, selector=selector)
     session.show_list(session.list("nodes/list", asked, limit=limit), COLUMNS, noun="nodes", order=by_name)
 
 

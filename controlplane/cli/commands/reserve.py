@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.options import DURATION, MEMORY, TIME, ApiCommand, given, pass_session
+from controlplane.cli.options import DURATION, MEMORY, TIME, ApiCommand, given, pass_session, selector_option
 from controlplane.cli.progress import open_progress
 from controlplane.cli.render import render_pairs
 from controlplane.cli.reservation_text import next_steps, pairs_of
@@ -44,13 +44,7 @@ WHAT = (
         help="nvlink-all: every GPU reaches every other of its node by NVLink. [default: any]",
     ),
     click.option("--whole-node", is_flag=True, help="Nodes that nobody else uses."),
-    click.option(
-        "--selector",
-        "-l",
-        multiple=True,
-        metavar="TERM",
-        help="Only nodes with such labels: zone=a, zone!=a, zone or !zone; may be repeated.",
-    ),
+    selector_option,
     click.option(
         "--strategy",
         type=click.Choice(["pack", "spread"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from controlplane.api.groups.commands import ARGUMENTS_BYTES_MAX
 from controlplane.db import places
 from controlplane.fleet.join_service import JoinRefused
 from controlplane.fleet.lifecycle import step
+from controlplane.model.labels import InvalidLabel, parse_selector, selects
 from shared.joining import parse_token
 from shared.signing import KeyClass, Verifier
 from tests.support.api import Api, Reply, open_api
@@ -92,6 +94,30 @@ async def test_nodes_are_listed_with_what_they_have(dsn: Dsn) -> None:
         wrong = await api.call("nodes/get", node="node-7")
         assert (wrong.code, wrong.field) == ("NOT_FOUND", "node")
         assert "node-" in wrong.message
+
+
+async def test_nodes_are_listed_by_the_selectors_that_reservations_have(dsn: Dsn) -> None:
+    labels = [{}, {"zone": "a"}, {"zone": "b"}, {"zone": "a", "disk": "nvme"}, {"zone": "", "spot": "yes"}]
+    terms = ["zone=a", "zone=", "zone!=a", "zone", "!zone", "disk", "!disk", "disk=nvme", "spot!=yes"]
+    async with open_ledger(dsn, nodes=len(labels)) as (_, api):
+        for number, put in enumerate(labels):
+            if put:
+                await api.ok("nodes/label", node=f"node-{number}", put=put)
+        for asked in [[], *([term] for term in terms), *map(list, itertools.combinations(terms, 2))]:
+            try:
+                selector = parse_selector(asked)
+            except InvalidLabel:
+                continue
+            matching = [f"node-{n}" for n, has in enumerate(labels) if selects(selector, tuple(has.items()))]
+            found = await api.ok("nodes/list", selector=asked)
+            assert [node["name"] for node in found["items"]] == matching, asked
+        page = await api.ok("nodes/list", selector=["zone"], limit=3)
+        assert [node["name"] for node in page["items"]] == ["node-1", "node-2", "node-3"]
+        rest = await api.ok("nodes/list", selector=["zone"], cursor=page["next_cursor"])
+        assert [node["name"] for node in rest["items"]] == ["node-4"]
+        wrong = await api.call("nodes/list", selector=["zone in (a,b)"])
+        assert (wrong.code, wrong.field) == ("INVALID", "selector")
+        assert wrong.message.endswith("write zone=a, zone!=a, zone or !zone")
 
 
 async def test_a_member_knows_of_no_node(dsn: Dsn) -> None:
