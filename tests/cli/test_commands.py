@@ -43,10 +43,12 @@ def test_places(server: CommandServer, bcctl: CommandLine) -> None:
     assert [row[0] for row in rows(bcctl("pools", "list", "--site", "paris").value)] == ["cpu", "a100"]
     assert bcctl("pools", "update", "a100", "--name", "Old", "--query", "name").value == "Old"
     ran = bcctl("sites", "delete", "paris")
+    assert (ran.status, ran.err.partition("\n")[0]) == (1, "CONFIRM: Remove site paris for good?")
+    ran = bcctl("sites", "delete", "paris", "--yes")
     assert (ran.status, ran.err) == (1, "CONFLICT: site paris still has 2 pools; remove these first\n")
     for pool in ("cpu", "a100"):
-        bcctl("pools", "delete", pool)
-    assert bcctl("sites", "delete", "paris", "--query", "slug").value == "paris"
+        bcctl("pools", "delete", pool, "-y")
+    assert bcctl("sites", "delete", "paris", "--yes", "--query", "slug").value == "paris"
     assert bcctl("sites", "get", "paris").err == "NOT_FOUND: site: no site paris; there are: lab\n"
 
 
@@ -88,8 +90,8 @@ def test_tenants_projects_quotas_and_offerings(server: CommandServer, bcctl: Com
     assert "hint: the board is for operators; `bcctl pools capacity` shows what is free\n" in ran.err
     bcctl("reservations", "release", found["id"])
     assert bcctl("offerings", "delete", "duo", "--query", "slug").value == "duo"
-    assert bcctl("quotas", "delete", quota, "--query", "id").value == quota
-    assert bcctl("projects", "delete", "vision", "--query", "slug").value == "vision"
+    assert bcctl("quotas", "delete", quota, "--yes", "--query", "id").value == quota
+    assert bcctl("projects", "delete", "vision", "--yes", "--query", "slug").value == "vision"
 
 
 def test_keys_are_shown_once_and_end_at_once(server: CommandServer, bcctl: CommandLine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -56,6 +57,25 @@ def test_a_terminal_has_colours_and_a_pipe_has_none(server: CommandServer) -> No
         assert (b"\x1b[32madopted" in shown) is colored
     piped = subprocess.run([*COMMAND, "nodes", "list"], capture_output=True, check=True)
     assert b"\x1b" not in piped.stdout
+
+
+def test_what_is_deleted_on_a_terminal_is_asked_for_first(server: CommandServer) -> None:
+    for answer, left in ((b"n", ["lab", "spare"]), (b"y", ["lab"])):
+        if answer == b"n":
+            subprocess.run([*COMMAND, "sites", "create", "spare"], stdout=subprocess.DEVNULL, check=True)
+        outer, inner = pty.openpty()
+        argv = [*COMMAND, "sites", "delete", "spare"]
+        process = subprocess.Popen(argv, stdin=inner, stdout=inner, stderr=inner, close_fds=True)
+        os.close(inner)
+        assert b"Remove site spare for good? [y/N]: " in read_until(outer, b"[y/N]: ")
+        os.write(outer, answer + b"\n")
+        read_until(outer, b"\0")
+        os.close(outer)
+        assert (process.wait() == 0) is (answer == b"y")
+        listed = subprocess.run(
+            [*COMMAND, "sites", "list", "--query", "items"], capture_output=True, check=True, text=True
+        )
+        assert [site["slug"] for site in json.loads(listed.stdout)] == left
 
 
 def test_a_reader_that_has_seen_enough_causes_no_complaint(server: CommandServer) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane.cli.amounts import show_memory
-from controlplane.cli.options import DURATION, NounGroup, given, list_options, pass_session
+from controlplane.cli.options import DURATION, NounGroup, confirm, given, list_options, pass_session, yes_option
 from controlplane.cli.render import NOTHING, Column, free, held, render_pairs
 
 if TYPE_CHECKING:
@@ -242,7 +242,9 @@ def update(
 
 @command.command("delete")
 @click.argument("pool")
+@yes_option
 @pass_session
-def delete(session: Session, *, pool: str) -> None:
+def delete(session: Session, *, pool: str, yes: bool) -> None:
     """Remove a pool that nothing hangs on."""
+    confirm(f"Remove pool {pool} for good?", yes=yes)
     session.show(session.change("pools/delete", given(pool=pool)))

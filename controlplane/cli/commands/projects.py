@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from controlplane.cli.options import NounGroup, given, list_options, pass_session, tenant_option
+from controlplane.cli.options import NounGroup, confirm, given, list_options, pass_session, tenant_option, yes_option
 from controlplane.cli.render import Column
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def update(session: Session, *, project: str, name: str, tenant: str | None) -> 
 @command.command("delete")
 @click.argument("project")
 @click.option("--tenant", help="Whose, if several tenants have one of this slug.")
+@yes_option
 @pass_session
-def delete(session: Session, *, project: str, tenant: str | None) -> None:
+def delete(session: Session, *, project: str, tenant: str | None, yes: bool) -> None:
     """Remove a project that nothing hangs on."""
+    confirm(f"Remove project {project} for good?", yes=yes)
     session.show(session.change("projects/delete", given(project=project, tenant=tenant)))

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.options import MEMORY, NounGroup, given, list_options, pass_session, tenant_option
+from controlplane.cli.options import (
+    MEMORY,
+    NounGroup,
+    confirm,
+    given,
+    list_options,
+    pass_session,
+    tenant_option,
+    yes_option,
+)
 from controlplane.cli.render import NOTHING, Column, used
 
 if TYPE_CHECKING:
@@ -149,7 +158,9 @@ def update(session: Session, *, quota: str, unlimited: tuple[str, ...], **limits
 
 @command.command("delete")
 @click.argument("quota")
+@yes_option
 @pass_session
-def delete(session: Session, *, quota: str) -> None:
+def delete(session: Session, *, quota: str, yes: bool) -> None:
     """Remove a quota, and so its limits."""
+    confirm(f"Remove {quota}, and so its limits?", yes=yes)
     session.show(session.change("quotas/delete", given(quota=quota)))

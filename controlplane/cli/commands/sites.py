@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from controlplane.cli.options import NounGroup, given, list_options, pass_session
+from controlplane.cli.options import NounGroup, confirm, given, list_options, pass_session, yes_option
 from controlplane.cli.render import Column
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ def update(session: Session, *, site: str, name: str) -> None:
 
 @command.command("delete")
 @click.argument("site")
+@yes_option
 @pass_session
-def delete(session: Session, *, site: str) -> None:
+def delete(session: Session, *, site: str, yes: bool) -> None:
     """Remove a site that has no pools."""
+    confirm(f"Remove site {site} for good?", yes=yes)
     session.show(session.change("sites/delete", given(site=site)))

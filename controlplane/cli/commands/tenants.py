@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from controlplane.cli.options import NounGroup, given, list_options, pass_session
+from controlplane.cli.options import NounGroup, confirm, given, list_options, pass_session, yes_option
 from controlplane.cli.render import Column
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def update(session: Session, *, tenant: str, name: str) -> None:
 
 @command.command("delete")
 @click.argument("tenant")
+@yes_option
 @pass_session
-def delete(session: Session, *, tenant: str) -> None:
+def delete(session: Session, *, tenant: str, yes: bool) -> None:
     """Remove a tenant that nothing hangs on."""
+    confirm(f"Remove tenant {tenant} for good?", yes=yes)
     session.show(session.change("tenants/delete", given(tenant=tenant)))
