@@ -393,6 +393,26 @@ begin
   return null;
 end $$;
 
+-- function usage_meters(text, integer, integer, integer, text[])
+
+CREATE FUNCTION public.usage_meters(p_gpu_model text, p_nodes integer, p_gpus_per_node integer, p_vcpus_per_node integer, p_parts text[]) RETURNS TABLE(meter text, quantity integer)
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    AS $$
+  select m.meter, m.quantity
+  from (
+    select 'gpu.' || trim(both '-' from regexp_replace(lower(coalesce(p_gpu_model, '')), '[^a-z0-9]+', '-', 'g'))
+  ) g (model)
+  cross join lateral (
+    values (g.model || '.hours', p_nodes * p_gpus_per_node), ('vcpu.hours', p_nodes * p_vcpus_per_node)
+    union all
+    select g.model || '.' || case when part like 'mig.%' then split_part(part, '/', 1)
+                                  else replace(split_part(part, '=', 1), '/', '-') end || '.hours',
+           p_nodes * split_part(part, '=', 2)::int4
+    from unnest(p_parts) part
+  ) m (meter, quantity)
+  where m.quantity > 0
+$$;
+
 -- table api_key
 
 CREATE TABLE iam.api_key (
@@ -1139,17 +1159,29 @@ CREATE TABLE public.offering (
     pool_id integer NOT NULL,
     slug text NOT NULL,
     name text NOT NULL,
-    gpus smallint DEFAULT 0 NOT NULL,
+    gpus integer DEFAULT 0 NOT NULL,
     vcpus integer DEFAULT 0 NOT NULL,
     memory_mib bigint DEFAULT 0 NOT NULL,
-    meter text NOT NULL,
     version bigint DEFAULT 1 NOT NULL,
     created_at timestamp with time zone DEFAULT public.compute_now() NOT NULL,
     deleted_at timestamp with time zone,
-    CONSTRAINT offering_check CHECK (((gpus > 0) OR (vcpus > 0) OR (memory_mib > 0))),
+    nodes smallint,
+    topology text,
+    whole_node boolean DEFAULT false NOT NULL,
+    selector text[] DEFAULT '{}'::text[] NOT NULL,
+    strategy text,
+    parts text[] DEFAULT '{}'::text[] NOT NULL,
+    CONSTRAINT offering_asks_something CHECK (((gpus > 0) OR (vcpus > 0) OR (memory_mib > 0) OR whole_node OR (cardinality(parts) > 0))),
     CONSTRAINT offering_gpus_check CHECK ((gpus >= 0)),
     CONSTRAINT offering_memory_mib_check CHECK ((memory_mib >= 0)),
-    CONSTRAINT offering_vcpus_check CHECK ((vcpus >= 0))
+    CONSTRAINT offering_nodes_check CHECK (((nodes >= 1) AND (nodes <= 1024))),
+    CONSTRAINT offering_nvlink_of_gpus CHECK (((topology IS DISTINCT FROM 'nvlink-all'::text) OR (gpus > 0))),
+    CONSTRAINT offering_parts_check CHECK ((cardinality(parts) <= 8)),
+    CONSTRAINT offering_selector_check CHECK ((cardinality(selector) <= 8)),
+    CONSTRAINT offering_strategy_check CHECK ((strategy = ANY (ARRAY['pack'::text, 'spread'::text]))),
+    CONSTRAINT offering_topology_check CHECK ((topology = ANY (ARRAY['any'::text, 'nvlink-all'::text]))),
+    CONSTRAINT offering_vcpus_check CHECK ((vcpus >= 0)),
+    CONSTRAINT offering_whole_node CHECK (((NOT whole_node) OR ((nodes IS NOT NULL) AND (vcpus = 0) AND (memory_mib = 0) AND (cardinality(parts) = 0))))
 );
 
 -- sequence offering_offering_id_seq

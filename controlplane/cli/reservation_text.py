@@ -64,7 +64,7 @@ def window_of(found: Mapping[str, Any]) -> str:
 
 
 def asked_of(found: Mapping[str, Any]) -> str:
-    """What a reservation asks for, for people: `8 GPUs on 2 nodes, nvlink-all`."""
+    """What a reservation or an offering asks for, for people: `8 GPUs on 2 nodes, nvlink-all`."""
     amounts = [
         f"{found['gpus']} GPU{'s' if found['gpus'] != 1 else ''}" if found["gpus"] else "",
         *(f"{device['count']} x {device['class']}" for device in found["devices"]),
@@ -75,11 +75,11 @@ def asked_of(found: Mapping[str, Any]) -> str:
     if found["whole_node"]:
         whole = f"{found['nodes']} whole node{'s' if found['nodes'] > 1 else ''}"
         what = f"{what}, {whole}" if what else whole
-    elif found["nodes"] > 1:
+    elif found["nodes"] is not None and found["nodes"] > 1:
         what += f" on {found['nodes']} nodes"
-    if found["topology"] != "any":
+    if found["topology"] not in (None, "any"):
         what += f", {found['topology']}"
-    if found["strategy"] != "pack":
+    if found["strategy"] not in (None, "pack"):
         what += f", {found['strategy']}"
     return what
 

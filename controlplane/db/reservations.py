@@ -404,18 +404,8 @@ def record_usage(tx: Tx, reservation_id: int, *, end: datetime) -> int:
                tstzrange(r.billed_from, %(end)s, '[)')
         from reservation r
         join pool p on p.pool_id = r.pool_id
-        cross join lateral (
-          select 'gpu.' || trim(both '-' from regexp_replace(lower(coalesce(p.gpu_model, '')), '[^a-z0-9]+', '-', 'g'))
-        ) as g (model)
-        cross join lateral (
-          values (g.model || '.hours', r.gpus_per_node * r.nodes), ('vcpu.hours', r.vcpus_per_node * r.nodes)
-          union all
-          select g.model || '.' || case when part like 'mig.%%' then split_part(part, '/', 1)
-                                        else replace(split_part(part, '=', 1), '/', '-') end || '.hours',
-                 split_part(part, '=', 2)::int4 * r.nodes
-          from unnest(r.parts) part
-        ) as m (meter, quantity)
-        where r.reservation_id = %(id)s and r.billed_from < %(end)s and m.quantity > 0
+        cross join usage_meters(p.gpu_model, r.nodes, r.gpus_per_node, r.vcpus_per_node, r.parts) m
+        where r.reservation_id = %(id)s and r.billed_from < %(end)s
         """,
         {"id": reservation_id, "end": end},
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from controlplane.model.shares import charged_gpus, parse_parts
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
@@ -22,8 +24,13 @@ _SELECT_PROJECT = """
 """
 _SELECT_OFFERING = """
   select o.offering_id, o.public_id, o.tenant_id, t.slug as tenant_slug, o.pool_id, p.slug as pool_slug, o.slug,
-         o.name, o.gpus, o.vcpus, o.memory_mib, o.meter, o.version, o.created_at
+         o.name, o.gpus, o.vcpus, o.memory_mib, o.parts, o.whole_node, o.nodes, o.topology, o.selector, o.strategy,
+         m.meters, o.version, o.created_at
   from offering o join iam.tenant t using (tenant_id) join pool p on p.pool_id = o.pool_id
+  cross join lateral (
+    select coalesce(jsonb_object_agg(u.meter, u.quantity), '{}') as meters
+    from usage_meters(p.gpu_model, 1, o.gpus, o.vcpus, o.parts) u
+  ) m
 """
 
 
@@ -43,7 +50,12 @@ class Project:
 
 @dataclass(frozen=True, slots=True)
 class Offering:
-    """A named size that can be asked for."""
+    """A named shape that can be asked for.
+
+    Amounts are totals over all nodes, memory in MiB, `parts` as `model.shares` writes them. `nodes`, `topology`,
+    `selector` and `strategy` are None or empty where they are left to the request. `meters` are those that a
+    reservation of it is recorded under, with the quantity for every hour.
+    """
 
     offering_id: int
     public_id: str
@@ -56,9 +68,40 @@ class Offering:
     gpus: int
     vcpus: int
     memory_mib: int
-    meter: str
+    parts: list[str]
+    whole_node: bool
+    nodes: int | None
+    topology: str | None
+    selector: list[str]
+    strategy: str | None
+    meters: dict[str, int]
     version: int
     created_at: datetime
+
+    @property
+    def gpus_charged(self) -> int:
+        """GPUs that a reservation of it takes of a quota."""
+        return charged_gpus(1, self.gpus, parse_parts(self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class NewOffering:
+    """What an offering is made of; the fields are those of `Offering`."""
+
+    public_id: str
+    tenant_id: int
+    pool_id: int
+    slug: str
+    name: str
+    gpus: int
+    vcpus: int
+    memory_mib: int
+    parts: list[str]
+    whole_node: bool
+    nodes: int | None
+    topology: str | None
+    selector: list[str]
+    strategy: str | None
 
 
 def _filter(within: Sequence[int] | None) -> list[int] | None:
@@ -195,37 +238,29 @@ def list_offerings(
     )
 
 
-def insert_offering(
-    tx: Tx,
-    *,
-    public_id: str,
-    tenant_id: int,
-    pool_id: int,
-    slug: str,
-    name: str,
-    gpus: int,
-    vcpus: int,
-    memory_mib: int,
-    meter: str,
-) -> None:
+def insert_offering(tx: Tx, new: NewOffering) -> None:
     """Add an offering; raises UniqueConflict for a slug that the tenant has used."""
     tx.execute(
         """
-        insert into offering (public_id, tenant_id, pool_id, slug, name, gpus, vcpus, memory_mib, meter)
-        values (%s, %s, %s, %s, %s, %s, %s, %s, %s)
+        insert into offering
+          (public_id, tenant_id, pool_id, slug, name, gpus, vcpus, memory_mib, parts, whole_node, nodes, topology,
+           selector, strategy)
+        values
+          (%(public_id)s, %(tenant_id)s, %(pool_id)s, %(slug)s, %(name)s, %(gpus)s, %(vcpus)s, %(memory_mib)s,
+           %(parts)s, %(whole_node)s, %(nodes)s, %(topology)s, %(selector)s, %(strategy)s)
         """,
-        (public_id, tenant_id, pool_id, slug, name, gpus, vcpus, memory_mib, meter),
+        {name: getattr(new, name) for name in NewOffering.__slots__},
     )
 
 
-def update_offering(tx: Tx, offering_id: int, *, version: int, name: str, meter: str) -> bool:
-    """Change what does not change a size; False if its version has moved."""
+def update_offering(tx: Tx, offering_id: int, *, version: int, name: str) -> bool:
+    """Rename an offering; False if its version has moved."""
     changed = tx.execute(
         """
-        update offering set name = %s, meter = %s, version = version + 1
+        update offering set name = %s, version = version + 1
         where offering_id = %s and version = %s and deleted_at is null
         """,
-        (name, meter, offering_id, version),
+        (name, offering_id, version),
     )
     return changed == 1
 

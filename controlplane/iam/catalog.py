@@ -44,7 +44,7 @@ _TYPES = (
     ResourceType("tenant", "tenant", "A customer or team; tenants form a tree."),
     ResourceType("project", "tenant", "A part of a tenant's work."),
     ResourceType("quota", "tenant", "What a tenant or project may hold at once."),
-    ResourceType("offering", "tenant", "A named size that can be asked for."),
+    ResourceType("offering", "tenant", "A named shape that can be asked for."),
     ResourceType("api_key", "tenant", "A credential of a user or service."),
     ResourceType("reservation", "tenant", "Devices held for a window."),
     ResourceType("allocation", "tenant", "The part of a reservation that is on one node."),

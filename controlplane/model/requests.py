@@ -305,7 +305,7 @@ def _resolve_parts(pool: PoolShape, parts: Mapping[str, int], nodes: int) -> tup
     if len(parts) > ASKS_MAX:
         raise InvalidRequest("devices", f"{len(parts)} classes", f"ask for at most {ASKS_MAX}")
     try:
-        return tuple(
+        asks = tuple(
             ask_for(name, _share("devices", count, nodes), pool.mig_units) for name, count in sorted(parts.items())
         )
     except NoSuchInstance as exc:
@@ -322,6 +322,9 @@ def _resolve_parts(pool: PoolShape, parts: Mapping[str, int], nodes: int) -> tup
             f"{str(exc)!r} is no class of devices",
             f"use gpu, mig.PROFILE as in mig.3g.40gb, or slot.1/N for a time slot; N is one of {slots}",
         ) from None
+    if asks and pool.gpu_model is None:
+        raise NotInPool("devices", "this pool has no GPUs", "ask for vcpus, or name a GPU pool")
+    return asks
 
 
 def _resolve_start(start: datetime | None, now: datetime) -> datetime | None:

@@ -248,6 +248,36 @@ def test_mig_instances_are_seen_reserved_and_counted(server: CommandServer, bcct
     assert [node["gpus_free"] for node in board["items"]] == [8, 7]
 
 
+def test_offerings_name_shapes_and_tell_what_they_count_as(
+    server: CommandServer, bcctl: CommandLine, golden: Golden
+) -> None:
+    bcctl("devices", "share", "GPU-0001-7", "--slots", "4")
+    shapes = (
+        ("notebook", "--device", "slot.1/4=1", "--device", "gpu=1", "--vcpus", "8", "--memory", "64GiB"),
+        ("set", "--gpus", "8", "--nodes", "2", "--topology", "nvlink-all", "--strategy", "spread"),
+        ("node", "--whole-node", "-l", "!zone"),
+    )
+    for slug, *shape in shapes:
+        bcctl("offerings", "create", slug, "--pool", "h100", *shape)
+    items = json.loads(bcctl("offerings", "list", "--output", "json").value)["items"]
+    shown = "\n\n".join(
+        (bcctl("offerings", "list").value, *(bcctl("offerings", "get", slug).value for slug, *_ in shapes))
+    )
+    for item in items:
+        shown = shown.replace(item["id"], f"off_{item['slug']}".ljust(len(item["id"]), "x"))
+    golden.check("offerings.txt", re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", "2030-01-01 00:00:00Z", shown))
+    held = bcctl("reserve", "--offering", "notebook", "--for", "1h").value
+    assert fields(held)["asked for"] == "1 GPU, 1 x slot.1/4, 8 vCPUs, 64GiB"
+    assert "GPU-0001-7" in held
+    ran = bcctl("reserve", "--offering", "set", "--topology", "any", "--for", "1h")
+    assert ran.err.startswith("INVALID: topology: the offering set says that; leave it out\n")
+    ran = bcctl("offerings", "create", "x", "--pool", "h100", "--device", "mig.3g.40gb=1")
+    assert ran.err.startswith("IMPOSSIBLE: devices: no GPU of this pool has a MIG instance mig.3g.40gb; ")
+    # it is metered as the offering told
+    bcctl("reservations", "release", fields(held)["reservation"])
+    assert dict(server.execute("select meter, quantity from usage_window")) == items[0]["meters"]
+
+
 def test_a_node_that_will_not_come_back(server: CommandServer, bcctl: CommandLine) -> None:
     rsv = bcctl("reserve", "--pool", "h100", "--gpus", "8", "--for", "1h", "--query", "id").value
     hold = bcctl("allocations", "list", "--reservation", rsv, "--held", "--query", "items[0].id").value

@@ -91,7 +91,7 @@ def test_every_command_says_what_it_does_in_a_sentence(path: str) -> None:
         (["pools", "update", "x"], "say what to change"),
         (["quotas", "update", "x"], "say what to change"),
         (["quotas", "update", "x", "--gpus", "1", "--unlimited", "gpus"], "say two things"),
-        (["offerings", "update", "x"], "say what to change"),
+        (["offerings", "create", "x", "--pool", "p"], "say how much: --gpus N, --device CLASS=N"),
         (["join-tokens", "create"], "say where its server goes"),
         (["reservations", "extend", "rsv_x"], "say the new end"),
         (["reservations", "list", "--open", "--state", "active"], "say two things"),

@@ -1,7 +1,13 @@
-"""Offerings: named sizes in a tenant that can be asked for. A size never changes; make a new offering."""
+"""Offerings: named shapes in a tenant that can be asked for. A shape never changes; make a new offering.
+
+An offering is what one request could ask for, and is checked as a request is when it is made: what no request of its
+pool could mean is refused in the same words. Whether the pool is large enough is looked at when somebody asks for it,
+and so is, once more, what MIG instances it has.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,24 +16,25 @@ import msgspec
 from controlplane.api import guards, resolve
 from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outcome, Page, Read, Target
 from controlplane.api.cursors import after, make_page
-from controlplane.api.fields import Count, Instant, Mebibytes, Name, Ref, Slug, Version
+from controlplane.api.fields import Instant, Name, Ref, Slug, Version
+from controlplane.api.groups.reservation_requests import resolve_shape
+from controlplane.api.groups.reservation_structs import DeviceAsked, Shape, as_devices
 from controlplane.db import outbox, tenancy
-from controlplane.errors import Invalid
+from controlplane.errors import Impossible
 from controlplane.iam.port import Resource
+from controlplane.model.labels import write_selector
+from controlplane.model.shares import write_parts
 
 if TYPE_CHECKING:
     from controlplane.api.calls import Call
     from controlplane.db.iam import Tenant
     from controlplane.db.places import Pool
     from controlplane.db.tx import Tx
-
-# What a node can have; more is another kind of request.
-Gpus = Annotated[int, msgspec.Meta(ge=0, le=64)]
-Meter = Annotated[str, msgspec.Meta(min_length=1, max_length=100, description="Name that usage is recorded under.")]
+    from controlplane.model.requests import PlacementRequest
 
 
 class Offering(msgspec.Struct, frozen=True, kw_only=True):
-    """A named size."""
+    """A named shape. Amounts are totals over all nodes; null or empty of the others is left to the request."""
 
     id: str
     slug: str
@@ -37,20 +44,28 @@ class Offering(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     vcpus: int
     memory_mib: int
-    meter: str
+    devices: Annotated[list[DeviceAsked], msgspec.Meta(description="Parts of shared GPUs; whole ones are in `gpus`.")]
+    whole_node: bool
+    nodes: int | None
+    topology: str | None
+    selector: list[str]
+    strategy: str | None
+    meters: Annotated[
+        dict[str, int],
+        msgspec.Meta(description="What usage is recorded under, and how much of it for every hour."),
+    ]
+    gpus_charged: Annotated[
+        int, msgspec.Meta(description="GPUs that quotas count: parts together are rounded up to whole ones.")
+    ]
     version: int
     created_at: Instant
 
 
-class CreateOffering(Idempotent, frozen=True, kw_only=True):
+class CreateOffering(Shape, frozen=True, kw_only=True):
+    pool: Ref
     slug: Slug
     name: Name = ""
     tenant: Ref | None = None
-    pool: Ref
-    gpus: Gpus = 0
-    vcpus: Count = 0
-    memory_mib: Mebibytes = 0
-    meter: Meter | None = None
 
 
 class OfferingRef(Input, frozen=True, kw_only=True):
@@ -65,8 +80,7 @@ class ListOfferings(ListInput, frozen=True, kw_only=True):
 class UpdateOffering(Idempotent, frozen=True, kw_only=True):
     offering: Ref
     tenant: Ref | None = None
-    name: Name | None = None
-    meter: Meter | None = None
+    name: Name
     version: Version | None = None
 
 
@@ -80,6 +94,7 @@ class DeleteOffering(Idempotent, frozen=True, kw_only=True):
 class _Place:
     tenant: Tenant
     pool: Pool
+    request: PlacementRequest
 
 
 def _shown(row: tenancy.Offering) -> Offering:
@@ -92,7 +107,14 @@ def _shown(row: tenancy.Offering) -> Offering:
         gpus=row.gpus,
         vcpus=row.vcpus,
         memory_mib=row.memory_mib,
-        meter=row.meter,
+        devices=as_devices(row.parts, 1),  # which are of all nodes
+        whole_node=row.whole_node,
+        nodes=row.nodes,
+        topology=row.topology,
+        selector=row.selector,
+        strategy=row.strategy,
+        meters=row.meters,
+        gpus_charged=row.gpus_charged,
         version=row.version,
         created_at=row.created_at,
     )
@@ -121,32 +143,37 @@ def _list(tx: Tx, call: Call, typed: ListOfferings) -> Page[Offering]:
 
 def _load_new(tx: Tx, call: Call, typed: CreateOffering) -> Target[_Place]:
     resolve.check_slug(typed.slug)
-    if not (typed.gpus or typed.vcpus or typed.memory_mib):
-        raise Invalid("gpus: an offering of nothing; give gpus, vcpus or memory_mib", field="gpus")
     tenant = resolve.find_tenant(tx, call, typed.tenant)
     pool = resolve.find_pool(tx, typed.pool)
-    if typed.gpus and pool.kind == "cpu":
-        raise Invalid(f"gpus: pool {pool.slug} has none; leave it out or name a GPU pool", field="gpus")
+    request = resolve_shape(tx, call, pool.public_id, typed)
+    if request.whole_node and pool.kind == "gpu" and not request.gpus_per_node:
+        raise Impossible(f"gpus: pool {pool.slug} has no nodes to tell how many a whole one has; say it", field="gpus")
     attributes = {"slug": typed.slug, "pool": pool.public_id}
-    return Target(Resource(id="", tenant_id=tenant.tenant_id, attributes=attributes), _Place(tenant, pool))
+    return Target(Resource(id="", tenant_id=tenant.tenant_id, attributes=attributes), _Place(tenant, pool, request))
 
 
 def _create(tx: Tx, call: Call, typed: CreateOffering, target: Target[_Place]) -> Outcome[Offering]:
-    tenant, pool = target.row.tenant, target.row.pool
+    tenant, pool, request = target.row.tenant, target.row.pool, target.row.request
     offering_id = call.context.ids.new("off")
+    new = tenancy.NewOffering(
+        public_id=offering_id,
+        tenant_id=tenant.tenant_id,
+        pool_id=pool.pool_id,
+        slug=typed.slug,
+        name=typed.name or typed.slug,
+        gpus=request.gpus_per_node * request.nodes,
+        vcpus=request.vcpus_per_node * request.nodes,
+        memory_mib=request.memory_mib_per_node * request.nodes,
+        parts=write_parts(dataclasses.replace(ask, count=ask.count * request.nodes) for ask in request.parts),
+        whole_node=request.whole_node,
+        # of whole nodes the number is how much it is, and not the request's to choose
+        nodes=request.nodes if request.whole_node else typed.nodes,
+        topology=typed.topology,
+        selector=write_selector(request.selector),
+        strategy=typed.strategy,
+    )
     with guards.taken(f"slug: tenant {tenant.slug} has an offering {typed.slug} already", field="slug"):
-        tenancy.insert_offering(
-            tx,
-            public_id=offering_id,
-            tenant_id=tenant.tenant_id,
-            pool_id=pool.pool_id,
-            slug=typed.slug,
-            name=typed.name or typed.slug,
-            gpus=typed.gpus,
-            vcpus=typed.vcpus,
-            memory_mib=typed.memory_mib,
-            meter=typed.meter or f"{pool.slug}.{typed.slug}",
-        )
+        tenancy.insert_offering(tx, new)
     outbox.publish(tx, "offering.created", offering_id, {"slug": typed.slug}, tenant_id=tenant.tenant_id)
     row = resolve.find_offering(tx, call, offering_id, tenant_id=tenant.tenant_id)
     return Outcome(_shown(row), resource_id=offering_id)
@@ -164,8 +191,7 @@ def _update(tx: Tx, call: Call, typed: UpdateOffering, target: Target[tenancy.Of
         tx,
         row.offering_id,
         version=row.version,
-        name=row.name if typed.name is None else typed.name or row.slug,
-        meter=typed.meter or row.meter,
+        name=typed.name or row.slug,
     )
     guards.check_changed(changed, what=f"offering {row.slug}")
     outbox.publish(tx, "offering.updated", row.public_id, {"slug": row.slug}, tenant_id=row.tenant_id)
@@ -188,7 +214,7 @@ METHODS = (
         action="offering.create",
         input=CreateOffering,
         output=Offering,
-        summary="Make a named size in a tenant (your own if you name none).",
+        summary="Name a shape in a tenant (your own if you name none).",
         load=_load_new,
         perform=_create,
     ),
@@ -216,7 +242,7 @@ METHODS = (
         action="offering.update",
         input=UpdateOffering,
         output=Offering,
-        summary="Rename an offering, or change what its usage is recorded under.",
+        summary="Rename an offering.",
         load=_load,
         perform=_update,
     ),

@@ -46,16 +46,9 @@ class DeviceAsked(msgspec.Struct, frozen=True, kw_only=True):
     count: Annotated[int, msgspec.Meta(ge=1, le=AMOUNT_MAX)]
 
 
-class What(Idempotent, frozen=True, kw_only=True):
-    """What is asked for, without when. Amounts are totals over all nodes."""
+class Shape(Idempotent, frozen=True, kw_only=True):
+    """What can be asked for of a pool with one request, whenever. Amounts are totals over all nodes."""
 
-    pool: Annotated[str, msgspec.Meta(max_length=64, description="Id or slug of the pool.")] | None = None
-    offering: (
-        Annotated[
-            str, msgspec.Meta(max_length=64, description="Id or slug of an offering, in place of pool and amounts.")
-        ]
-        | None
-    ) = None
     gpus: Gpus | None = None
     devices: Annotated[
         list[DeviceAsked],
@@ -67,21 +60,46 @@ class What(Idempotent, frozen=True, kw_only=True):
     nodes: (
         Annotated[int, msgspec.Meta(le=AMOUNT_MAX, description="How many nodes the amounts are divided over.")] | None
     ) = None
-    topology: Annotated[
-        str,
-        msgspec.Meta(max_length=64, description="`any`, or `nvlink-all` for GPUs that all reach each other by NVLink."),
-    ] = "any"
+    topology: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                max_length=64,
+                description="`nvlink-all` for GPUs that all reach each other by NVLink; `any` if left out.",
+            ),
+        ]
+        | None
+    ) = None
     whole_node: Annotated[bool, msgspec.Meta(description="Nodes that nobody else uses.")] = False
     selector: SelectorTerms = msgspec.field(default_factory=list[str])
-    strategy: Annotated[
-        str,
-        msgspec.Meta(
-            max_length=64,
-            description="`pack` fills nodes that are in use first; `spread` takes the emptiest nodes.",
-        ),
-    ] = "pack"
+    strategy: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                max_length=64,
+                description="`spread` takes the emptiest nodes; `pack`, if left out, fills those in use first.",
+            ),
+        ]
+        | None
+    ) = None
     vcpus: Annotated[int, msgspec.Meta(le=AMOUNT_MAX)] | None = None
     memory_mib: Annotated[int, msgspec.Meta(le=MEMORY_MIB_MAX)] | None = None
+
+
+class What(Shape, frozen=True, kw_only=True):
+    """What is asked for, without when: a shape, or the name of one."""
+
+    pool: Annotated[str, msgspec.Meta(max_length=64, description="Id or slug of the pool.")] | None = None
+    offering: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                max_length=64,
+                description="Id or slug of an offering, in place of pool, amounts, and whatever else it says.",
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Asked(What, frozen=True, kw_only=True):
@@ -229,6 +247,11 @@ class ReservationView(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: datetime | None
 
 
+def as_devices(parts: Sequence[str], nodes: int) -> list[DeviceAsked]:
+    """Stored parts of each of so many nodes, as they are asked for."""
+    return [DeviceAsked(device_class=ask.device_class, count=ask.count * nodes) for ask in parse_parts(parts)]
+
+
 def _utc(at: datetime | None) -> datetime | None:
     return None if at is None else at.astimezone(UTC)
 
@@ -268,9 +291,7 @@ def _view(row: Reservation, names: Names | NamedReservation, parts: Sequence[Pla
         whole_node=row.whole_node,
         selector=row.selector,
         strategy=row.strategy,
-        devices=[
-            DeviceAsked(device_class=ask.device_class, count=ask.count * row.nodes) for ask in parse_parts(row.parts)
-        ],
+        devices=as_devices(row.parts, row.nodes),
         start=_utc(row.window_start or row.starts_at),
         end=_utc(row.window_end),
         duration_s=row.duration_s,

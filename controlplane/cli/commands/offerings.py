@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.options import MEMORY, NounGroup, given, list_options, pass_session, tenant_option
+from controlplane.cli.commands import reserve
+from controlplane.cli.options import NounGroup, given, list_options, pass_session, tenant_option
 from controlplane.cli.render import Column
+from controlplane.cli.reservation_text import asked_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from controlplane.cli.client import JsonObject
     from controlplane.cli.session import Session
+
+
+def _meters(found: Mapping[str, Any]) -> str:
+    return ", ".join(f"{quantity} {meter}" for meter, quantity in sorted(found["meters"].items()))
+
 
 COLUMNS = (
     Column("offering", "slug"),
-    Column("name", "name", shrinks=True),
+    Column("name", "name", shrinks=True, drops=2),
     Column("pool", "pool"),
-    Column("gpus", "gpus", right=True),
-    Column("vcpus", "vcpus", right=True),
-    Column("memory", "memory_mib", right=True),
-    Column("meter", "meter", shrinks=True),
+    Column("what", asked_of, shrinks=True),
+    Column("selector", "selector", shrinks=True, drops=3),
+    Column("meters", _meters, shrinks=True, drops=1),
     Column("tenant", "tenant"),
     Column("id", "id"),
 )
@@ -27,16 +36,13 @@ COLUMNS = (
 
 @click.group("offerings", cls=NounGroup)
 def command() -> None:
-    """Named sizes that can be reserved."""
+    """Named shapes that can be reserved."""
 
 
 @command.command("create")
 @click.argument("slug")
-@click.option("--pool", required=True, help="Id or slug of the pool it is taken from.")
-@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs.")
-@click.option("--vcpus", type=click.IntRange(min=1), metavar="N", help="vCPUs.")
-@click.option("--memory", type=MEMORY, help="Memory, as in 64GiB.")
-@click.option("--meter", help="What its usage is counted as.")
+@click.option("--pool", required=True, help="Id or slug of the pool: `bcctl pools list`.")
+@reserve.ask_options(reserve.SHAPE)
 @click.option("--name", help="A name for people. [default: the slug]")
 @tenant_option
 @pass_session
@@ -44,19 +50,22 @@ def create(
     session: Session,
     *,
     slug: str,
-    pool: str,
-    gpus: int | None,
-    vcpus: int | None,
-    memory: int | None,
-    meter: str | None,
     name: str | None,
     tenant: str | None,
+    **shape: Any,  # noqa: ANN401 - what `reserve.what_asked` takes
 ) -> None:
-    """Make an offering."""
-    asked = given(
-        slug=slug, pool=pool, gpus=gpus, vcpus=vcpus, memory_mib=memory, meter=meter, name=name, tenant=tenant
-    )
-    session.show(session.change("offerings/create", asked))
+    """Name a shape, to be reserved by that name.
+
+    It is all that a request may ask of a pool. Number of nodes, topology, labels and strategy may be left to whoever
+    reserves it.
+
+    \b
+    bcctl offerings create half --pool h100 --gpus 4 --topology nvlink-all
+    bcctl offerings create notebook --pool h100 --device slot.1/4=1 --vcpus 8
+    bcctl offerings create node --pool h100 --whole-node
+    """
+    asked = reserve.what_asked(**shape) | given(slug=slug, name=name, tenant=tenant)
+    _show(session, session.change("offerings/create", asked))
 
 
 @command.command("list")
@@ -74,21 +83,17 @@ def list_(session: Session, *, tenant: str | None, limit: int) -> None:
 @pass_session
 def get(session: Session, *, offering: str, tenant: str | None) -> None:
     """Look at one offering."""
-    session.show(session.read("offerings/get", given(offering=offering, tenant=tenant)))
+    _show(session, session.read("offerings/get", given(offering=offering, tenant=tenant)))
 
 
 @command.command("update")
 @click.argument("offering")
-@click.option("--name", help="The new name for people.")
-@click.option("--meter", help="What its usage is counted as from now on.")
+@click.option("--name", required=True, help="The new name for people.")
 @click.option("--tenant", help="Whose, if several tenants have one of this slug.")
 @pass_session
-def update(session: Session, *, offering: str, name: str | None, meter: str | None, tenant: str | None) -> None:
-    """Rename an offering, or change its meter."""
-    asked = given(name=name, meter=meter)
-    if not asked:
-        raise click.UsageError("say what to change: --name or --meter")
-    session.show(session.change("offerings/update", {"offering": offering, **given(tenant=tenant), **asked}))
+def update(session: Session, *, offering: str, name: str, tenant: str | None) -> None:
+    """Rename an offering; a shape never changes."""
+    _show(session, session.change("offerings/update", given(offering=offering, name=name, tenant=tenant)))
 
 
 @command.command("delete")
@@ -97,4 +102,12 @@ def update(session: Session, *, offering: str, name: str | None, meter: str | No
 @pass_session
 def delete(session: Session, *, offering: str, tenant: str | None) -> None:
     """Remove an offering; reservations made with it stay."""
-    session.show(session.change("offerings/delete", given(offering=offering, tenant=tenant)))
+    _show(session, session.change("offerings/delete", given(offering=offering, tenant=tenant)))
+
+
+def _show(session: Session, found: JsonObject) -> None:
+    """Print an offering, for people with its classes and meters in words."""
+    if session.plain:
+        found = {**found, "devices": [f"{device['count']} x {device['class']}" for device in found["devices"]]}
+        found["meters"] = _meters(found)
+    session.show(found)

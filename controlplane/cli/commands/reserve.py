@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from controlplane.cli.session import Session
     from controlplane.cli.waiting import Watch
 
-WHAT = (
+_OF_WHAT = (
     click.option("--pool", help="Id or slug of the pool: `bcctl pools list`."),
-    click.option("--offering", help="A named size, in place of --pool and amounts: `bcctl offerings list`."),
+    click.option("--offering", help="A named shape, in place of --pool and amounts: `bcctl offerings list`."),
+)
+SHAPE = (
     click.option(
         "--device",
         "devices",
@@ -53,6 +55,7 @@ WHAT = (
     click.option("--vcpus", type=click.IntRange(min=1), metavar="N", help="vCPUs, over all nodes."),
     click.option("--memory", type=MEMORY, help="Memory, over all nodes, as in 64GiB."),
 )
+WHAT = (*_OF_WHAT, *SHAPE)
 WHEN = (
     click.option("--for", "duration", type=DURATION, help="How long: 45m, 8h, 1h30m, 2d."),
     click.option("--open-ended", is_flag=True, help="Until it is released, in place of --for."),
@@ -113,7 +116,7 @@ def asked_for(
 def what_asked(
     *, whole_node: bool, memory: int | None, devices: tuple[str, ...], **fields: object
 ) -> dict[str, object]:
-    """Return the API's input for what `WHAT` says. Raises UsageError."""
+    """Return the API's input for what `WHAT`, or a pool and `SHAPE`, says. Raises UsageError."""
     if fields.get("pool") is None and fields.get("offering") is None:
         raise click.UsageError("say from where: --pool POOL, or --offering OFFERING")
     amounts = [fields.get(name) for name in ("gpus", "vcpus", "offering")]

@@ -98,7 +98,7 @@ async def test_a_slug_that_two_tenants_use_needs_the_tenant(dsn: Dsn) -> None:
         ("quotas/create", {"memory_mib_max": 2**60}, "memory_mib_max"),
         ("offerings/create", {"pool": "h100", "slug": "none"}, "gpus"),
         ("offerings/create", {"pool": "empty", "slug": "x", "gpus": 1}, "gpus"),
-        ("offerings/create", {"pool": "h100", "slug": "x", "gpus": 65}, "gpus"),
+        ("offerings/create", {"pool": "h100", "slug": "x", "gpus": 1_000_001}, "gpus"),
         ("apiKeys/create", {"name": ""}, "name"),
         ("apiKeys/create", {"name": "x", "role": "root"}, "role"),
         ("apiKeys/create", {"name": "x", "role": "operator", "tenant": "acme"}, "role"),
