@@ -23,6 +23,7 @@ from controlplane.api.front import BODY_BYTES_READ_MAX, Front, api_headers
 from controlplane.api.methods import load_methods
 from controlplane.api.metrics import CONTENT_TYPE, MetricsPage
 from controlplane.api.openapi import describe_api
+from controlplane.api.resolve import check_event_kind
 from controlplane.api.sse import EventStream, parse_position
 from controlplane.db import outbox
 from controlplane.iam.catalog import ACTIONS
@@ -125,6 +126,7 @@ async def _open_stream(context: ApiContext, hub: EventHub, headers: Mapping[str,
 
     hub.check_room()
     subject, kind, last_id = _query("subject"), _query("kind"), headers.get("last-event-id", "")
+    check_event_kind(kind)
     after = parse_position(last_id) if last_id else await context.db.run_read(outbox.tail)
     return EventStream(hub, look, after=after, subject=subject, kind=kind)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from controlplane.db import asked, node_views, places, tenancy
 from controlplane.db import iam as db_iam
 from controlplane.errors import Invalid, NotFound
+from controlplane.model.event_kinds import ASKABLE, NOUNS
 from shared.ids import SLUG_RULE, is_slug
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ def no_such_id(kind: str, ref: str, *, form: str, field: str = "id") -> NotFound
     """Make the error for what goes by its id alone: `form` is the first part of such an id."""
     fix = "" if ref.startswith(f"{form}_") else f"; it goes by its id, {form}_…"
     return NotFound(f"{field}: no {kind} {ref}{fix}", field=field)
+
+
+def check_event_kind(kind: str) -> None:
+    """Raise Invalid for a kind of which there will never be an event; empty is every kind."""
+    if kind and kind not in ASKABLE:
+        fix = did_you_mean(kind, sorted(ASKABLE)) or f"; one begins with {', '.join(NOUNS)}"
+        raise Invalid(f"kind: no event is of kind {kind}{fix}", field="kind")
 
 
 def check_slug(slug: str, *, field: str = "slug") -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from controlplane.db.placements import LockedPool
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
+    from controlplane.model.event_kinds import ReservationVerb
     from controlplane.model.planner import Plan
     from controlplane.model.quotas import QuotaShort
     from controlplane.model.requests import Strategy, Topology
@@ -234,6 +235,6 @@ class _InTheWay(Exception):
     """Somebody overruns: a hold, or what the node's counters have of vCPUs and memory."""
 
 
-def announce(tx: Tx, reservation: Reservation, what: str, **data: object) -> None:
+def announce(tx: Tx, reservation: Reservation, what: ReservationVerb, **data: object) -> None:
     """Publish ``reservation.<what>`` to whoever may see the reservation, with where it is now."""
     reservation_events.publish(tx, what, reservation.reservation_id, data)

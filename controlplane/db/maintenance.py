@@ -7,7 +7,7 @@ before the node, as everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from controlplane.model.maintenance import Busy
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MaintenanceState = Literal["planned", "open", "done", "cancelled"]
 # What a holder's reservation says while a window is planned on a node of it.
-PLANNED = "maintenance_planned"
+PLANNED: Final = "maintenance_planned"
 
 _SELECT = """
   select m.maintenance_id, m.public_id, m.node_id, n.public_id as node_public_id, n.name as node_name, n.pool_id,

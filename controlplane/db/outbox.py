@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from controlplane.db.tx import Tx
+    from controlplane.model.event_kinds import Kind, OtherKind
 
 # PostgreSQL's largest int8: a cursor behind all that there can be.
 SEQ_MAX = 2**63 - 1
@@ -58,11 +59,11 @@ class Event:
         return Position(self.xid, self.seq)
 
 
-def publish(tx: Tx, kind: str, subject: str, data: Mapping[str, object], *, tenant_id: int | None) -> None:
+def publish(tx: Tx, kind: OtherKind | Kind, subject: str, data: Mapping[str, object], *, tenant_id: int | None) -> None:
     """Write an event, after the change that it speaks of: the lock of the changed row orders them.
 
     Args:
-        kind: noun.verb of a closed list, as in ``reservation.active``.
+        kind: of the closed list in `model.event_kinds`.
         subject: public id of the thing it is about.
         data: what readers need without asking back; JSON types, datetimes allowed.
         tenant_id: who may see it; None is for operators alone (nodes, pools).

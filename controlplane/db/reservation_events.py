@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from controlplane.db.packed import pack
+from controlplane.model.event_kinds import of_reservation
 from shared.ids import new_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from controlplane.db.tx import Tx
+    from controlplane.model.event_kinds import ReservationVerb
 
 
-def publish(tx: Tx, what: str, reservation_id: int, data: Mapping[str, object]) -> None:
+def publish(tx: Tx, what: ReservationVerb, reservation_id: int, data: Mapping[str, object]) -> None:
     """Write ``reservation.<what>`` for whoever may see the reservation, as its row is now.
 
     Readers get, beside `data`: `pool` (slug), `gpu_model` (null in a CPU pool), `nodes` (names),
@@ -28,7 +30,7 @@ def publish(tx: Tx, what: str, reservation_id: int, data: Mapping[str, object]) 
     publish_all(tx, what, {reservation_id: data})
 
 
-def publish_all(tx: Tx, what: str, events: Mapping[int, Mapping[str, object]]) -> None:
+def publish_all(tx: Tx, what: ReservationVerb, events: Mapping[int, Mapping[str, object]]) -> None:
     """Write one such event for each reservation, in their order, in one statement."""
     if not events:
         return
@@ -53,7 +55,7 @@ def publish_all(tx: Tx, what: str, events: Mapping[int, Mapping[str, object]]) -
         order by e.at
         """,
         {
-            "kind": f"reservation.{what}",
+            "kind": of_reservation(what),
             "ids": pack(events),
             "event_ids": pack(new_id("evt") for _ in events),
             # a control character, which JSON never has as it is

@@ -19,6 +19,7 @@ import msgspec
 from controlplane.db import commands, outbox
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
+from controlplane.model.event_kinds import of_command
 from controlplane.model.evidence import Applied, Refused
 from controlplane.model.states import COMMAND_ENDS, COMMAND_TRANSITIONS
 from shared.signing import Context, encode_envelope
@@ -167,7 +168,7 @@ def end(
         return False
     outbox.publish(
         tx,
-        f"command.{state}",
+        of_command(state),
         command.public_id,
         {"node": command.node_public_id, "kind": command.kind, "code": code, "detail": detail},
         tenant_id=None,

@@ -27,6 +27,7 @@ from controlplane.fleet import acceptance, inventory
 from controlplane.fleet.commands import queue_command
 from controlplane.fleet.status import apply_status
 from controlplane.model.backing import PATIENCE
+from controlplane.model.event_kinds import of_node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from controlplane.db.devices import StoredSection
     from controlplane.db.nodes import LifecycleNode
     from controlplane.db.tx import Tx
+    from controlplane.model.event_kinds import NodeVerb
 
 # Who ordered what nobody asked for; the name that the audit log would show.
 SYSTEM = "system:lifecycle"
@@ -64,10 +66,10 @@ def step(tx: Tx, tools: LedgerTools, node_id: int) -> bool:
     return run.acted
 
 
-def tell(tx: Tx, node: LifecycleNode, what: str, **data: object) -> None:
+def tell(tx: Tx, node: LifecycleNode, what: NodeVerb, **data: object) -> None:
     """Publish ``node.<what>``."""
     outbox.publish(
-        tx, f"node.{what}", node.public_id, {"name": node.name, "pool": node.pool_slug, **data}, tenant_id=None
+        tx, of_node(what), node.public_id, {"name": node.name, "pool": node.pool_slug, **data}, tenant_id=None
     )
 
 
@@ -113,7 +115,7 @@ class _Step:
     back: bool = False
     changes: list[ConditionChange] = field(default_factory=list[ConditionChange])
 
-    def tell(self, what: str, **data: object) -> None:
+    def tell(self, what: NodeVerb, **data: object) -> None:
         tell(self.tx, self.node, what, **data)
         self.acted = True
 

@@ -352,6 +352,9 @@ def test_events_are_listed_and_followed(
     listed = bcctl("events", "list", "--kind", "site").value
     assert [row[2] for row in rows(listed)] == ["site.created", "site.created"]
     assert bcctl("events", "--kind", "pool", "--query", "items[0].data.slug").value == "h100"
+    for follow in ((), ("--follow",)):
+        ran = bcctl("events", "--kind", "sites", *follow)
+        assert (ran.status, ran.err) == (1, "INVALID: kind: no event is of kind sites; did you mean site?\n")
     seen: list[str] = []
     show = events_command._show_one
 

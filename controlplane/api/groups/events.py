@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from controlplane.api import resolve
 from controlplane.api.calls import ListInput, Page, Read
 from controlplane.api.cursors import decode_cursor, make_page
 from controlplane.api.fields import Instant
@@ -39,6 +40,7 @@ def shown(row: outbox.Event) -> Event:
 
 
 def _list(tx: Tx, call: Call, typed: ListEvents) -> Page[Event]:
+    resolve.check_event_kind(typed.kind)
     keys = decode_cursor("events", typed.cursor, keys=2)
     rows = outbox.read_before(
         tx,

@@ -366,6 +366,13 @@ async def test_events_and_audit_can_be_narrowed(dsn: Dsn) -> None:
         assert [(event["kind"], event["subject"]) for event in events] == [("pool.created", pool["id"])]
         assert len((await api.ok("events/list"))["items"]) == 2
         assert len((await api.ok("events/list", subject=pool["id"]))["items"]) == 1
+        wrong = await api.call("events/list", kind="pool.create")
+        assert (wrong.field, wrong.message) == (
+            "kind",
+            "kind: no event is of kind pool.create; did you mean pool.created?",
+        )
+        wrong = await api.call("events/list", kind="%")
+        assert wrong.message.startswith("kind: no event is of kind %; one begins with apiKey, command, joinToken, ")
         rows = (await api.ok("audit/list", action="pool.create"))["items"]
         assert [(row["decision"], row["resource"]) for row in rows] == [("allow", pool["id"])]
         assert rows[0]["detail"]["input"]["slug"] == "h100"

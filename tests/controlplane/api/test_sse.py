@@ -20,6 +20,7 @@ from controlplane.db import outbox
 from controlplane.db.outbox import Position
 from controlplane.db.tx import DatabaseError
 from controlplane.errors import Invalid
+from controlplane.model.event_kinds import Kind
 from controlplane.serving import serve_asgi
 from tests.support.api import open_api
 
@@ -91,7 +92,7 @@ class Streams:
             yield follower
 
     async def publish(self, subject: str, *, kind: str = "reservation.active", tenant_id: int | None = 1) -> None:
-        await self.api.context.db.run_tx(outbox.publish, kind, subject, {"n": 1}, tenant_id=tenant_id)
+        await self.api.context.db.run_tx(outbox.publish, Kind(kind), subject, {"n": 1}, tenant_id=tenant_id)
         self.api.hub.wake()
 
     async def count_transactions(self) -> int:
@@ -233,6 +234,8 @@ async def test_streams_are_counted_and_bounded(dsn: Dsn, monkeypatch: pytest.Mon
 async def test_who_may_not_and_what_is_malformed(dsn: Dsn) -> None:
     async with open_api(dsn) as api:
         path = "/api/compute/events/stream"
+        unknown = await api.send("GET", f"{path}?kind=nodes")
+        assert (unknown.code, unknown.message) == ("INVALID", "kind: no event is of kind nodes; did you mean node?")
         assert (await api.send("GET", path, headers={"authorization": ""})).code == "UNAUTHENTICATED"
         bad = await api.send("GET", path, headers={"last-event-id": "7"})
         assert (bad.code, bad.field) == ("INVALID", "Last-Event-ID")

@@ -141,8 +141,8 @@ async def test_placers_say_what_the_rows_say(dsn: Dsn, placer: str, asked: dict[
         assert [what for what, _ in told(fleet, held)] == ["placed", *begun]
         said = dict(told(fleet, held))
         assert datetime.fromisoformat(said["placed"].pop("start")) == held.window_start
-        await fleet.run(reservation_events.publish, "looked", held.reservation_id, {})
-        expected = dict(told(fleet, held))["looked"]
+        await fleet.run(reservation_events.publish, "condition", held.reservation_id, {})
+        expected = dict(told(fleet, held))["condition"]
         assert expected["nodes"]
         assert all(data == expected for data in said.values())
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from controlplane.db import outbox
 from controlplane.db.outbox import Position
 from controlplane.db.tx import Tx
+from controlplane.model.event_kinds import Kind
 
 if TYPE_CHECKING:
     from tests.support.postgres import Dsn
@@ -43,7 +44,7 @@ def _change(conn: psycopg.Connection[Any], thing: str) -> int:
     tx = _tx(conn)
     change = tx.value("update thing set changes = changes + 1 where name = %s returning changes", (thing,))
     assert isinstance(change, int)
-    outbox.publish(tx, "thing.changed", thing, {"change": change}, tenant_id=None)
+    outbox.publish(tx, Kind("thing.changed"), thing, {"change": change}, tenant_id=None)
     return change
 
 

@@ -11,6 +11,7 @@ import pytest
 from controlplane.db import audit, outbox
 from controlplane.db.outbox import Position
 from controlplane.db.tx import Tx
+from controlplane.model.event_kinds import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ def other(dsn: Dsn) -> Iterator[psycopg.Connection[Any]]:
 def _publish(
     conn: psycopg.Connection[Any], subject: str, *, kind: str = "reservation.active", tenant_id: int | None = 1
 ):
-    outbox.publish(_tx(conn), kind, subject, {"n": 1}, tenant_id=tenant_id)
+    outbox.publish(_tx(conn), Kind(kind), subject, {"n": 1}, tenant_id=tenant_id)
 
 
 def _subjects(
