@@ -70,6 +70,14 @@ def described(metric: Any) -> tuple[str, str, str, str]:
     return name, metric._type, ", ".join(metric._labelnames) or "–", metric._documentation
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "tutorial" / "index.md"], ids=lambda page: page.name)
+def test_as_many_migrations_are_applied_as_there_are(page: Path) -> None:
+    (shown,) = re.findall(
+        r"^Schema is up to date \((\d+) migrations applied\)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert int(shown) == len(list((ROOT / "migrations").glob("[0-9]*.sql")))
+
+
 @pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(DOCS.glob("*/*.md"))], ids=lambda path: path.name)
 def test_files_of_the_tree_that_a_page_names_are_there(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
