@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import shlex
 import sqlite3
 import sys
 from contextlib import contextmanager
@@ -209,7 +210,14 @@ async def _join(config: Config, flags: JoinFlags) -> None:
         if flags.wait:
             await wait_for_acceptance(config, hardware, click.echo)
         elif not is_in_use(config.state_dir / JOURNAL_FILE):
-            click.echo("next: systemctl enable --now bcd (or: bcd run)")
+            click.echo(f"next: {_how_to_run(config)}")
+
+
+def _how_to_run(config: Config) -> str:
+    """What starts the agent on this state directory; the service knows of no flags and of no environment."""
+    if config.state_dir == load_config(None, {}).state_dir:
+        return "systemctl enable --now bcd (or: bcd run)"
+    return f"bcd run --state-dir {shlex.quote(str(config.state_dir))}"
 
 
 async def _join_now(config: Config, flags: JoinFlags, machine: Machine, hardware: Hardware) -> Membership:
@@ -277,7 +285,7 @@ def status_command(config: Config, as_json: bool) -> None:  # noqa: FBT001  a fl
     if snapshot is None:
         membership = _load_joined(config)
         message = f"{membership.node_id} has joined {membership.server}, and the agent has not run yet"
-        raise CommandFailed(ExitCode.FAILED, message, "run `bcd run`")
+        raise CommandFailed(ExitCode.FAILED, message, f"start it: {_how_to_run(config)}")
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode())
     else:

@@ -79,6 +79,21 @@ def test_joined_already_is_told_apart_from_joined_elsewhere(tmp_path: Path):
     assert "bcd leave" in other.output
 
 
+def test_what_comes_next_names_the_state_directory_unless_the_service_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plane = StubPlane()
+    state = tmp_path / "the state"
+    plane.enrol(state)
+    join = ("join", plane.url, "--pin", plane.pin, "--simulate", "cpu")
+    config = tmp_path / "bcd.toml"
+    monkeypatch.setattr("agent.config.DEFAULT_CONFIG", config)
+    assert bcd(*join, "--state-dir", str(state)).output.endswith(f"next: bcd run --state-dir '{state}'\n")
+    assert f"bcd run --state-dir '{state}'" in bcd("status", "--state-dir", str(state)).output
+    config.write_text(f'state_dir = "{state}"\n')
+    assert bcd(*join).output.endswith("next: systemctl enable --now bcd (or: bcd run)\n")
+
+
 @pytest.mark.parametrize("command", ["run", "status", "leave"])
 def test_a_machine_that_has_not_joined_is_told_how(tmp_path: Path, command: str):
     result = bcd(command, "--state-dir", str(tmp_path))
