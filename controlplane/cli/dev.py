@@ -33,6 +33,7 @@ from controlplane.cli.profiles import config_path, load_profiles, write_profile
 from controlplane.cli.session import Failed
 from controlplane.config import ApiSection, Config, DatabaseSection, GatewaySection
 from controlplane.db.embedded import EmbeddedPostgresError, open_embedded
+from controlplane.db.embedded_statistics import analyze_all, run_analyze
 from controlplane.db.migrate import find_migrations, load, migrate
 from controlplane.db.pool import DatabaseConfig, open_database, role_dsn
 from controlplane.iam.bootstrap import ensure_root, mint_admin_key
@@ -40,6 +41,7 @@ from controlplane.server import bind_sockets, port_of, run_server, run_until_sig
 from shared.clocks import SystemClock
 from shared.files import make_private_directory, read_private, write_atomic
 from shared.ids import IdSource
+from shared.services import service_nursery
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -75,12 +77,16 @@ _NEXT: dict[Variant, str] = {
 
 @dataclass(frozen=True, slots=True)
 class DevSettings:
-    """What the command line asked for. `data_dir` None is a throwaway directory."""
+    """What the command line asked for. `data_dir` None is a throwaway directory.
+
+    `analyze_every_s` is how often the statistics of tables that changed are gathered anew; 0 is never.
+    """
 
     data_dir: Path | None
     sim: int
     variant: Variant
     port: int
+    analyze_every_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +164,13 @@ async def _run_in(directory: Path, run: _Run) -> None:
         say(f"PostgreSQL {postgres.binaries.version} is running ({trio.current_time() - started:.1f} s)")
         owner = await trio.to_thread.run_sync(postgres.ensure_database, DATABASE)
         applied = await trio.to_thread.run_sync(migrate, owner, load(find_migrations()))
+        if applied:
+            await trio.to_thread.run_sync(analyze_all, owner)
         say(f"Schema is up to date ({len(applied)} migration{'' if len(applied) == 1 else 's'} applied)")
-        await _serve(directory, run, postgres)
+        async with service_nursery() as nursery:
+            if settings.analyze_every_s:
+                nursery.start_soon(run_analyze, owner, settings.analyze_every_s)
+            await _serve(directory, run, postgres)
     say("Stopped")
 
 

@@ -24,6 +24,15 @@ import click
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=3000, show_default=True, help="Of the API; 0 is any.")
 @click.option(
+    "--analyze-every",
+    "analyze_every_s",
+    metavar="SECONDS",
+    type=click.IntRange(0, 86_400),
+    default=60,
+    show_default=True,
+    help="Gather the statistics of the database's tables that have changed; 0 leaves that to autovacuum.",
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="warning",
@@ -36,6 +45,7 @@ def command(  # noqa: PLR0917 - one parameter an option
     memory: bool,  # noqa: FBT001 - an option
     data_dir: Path | None,
     port: int,
+    analyze_every_s: int,
     log_level: str,
 ) -> None:
     """Run the whole control plane on this machine, with simulated servers that really join.
@@ -53,7 +63,13 @@ def command(  # noqa: PLR0917 - one parameter an option
 
     configure_logging(log_level.upper())
     directory = None if memory else (data_dir or default_data_dir()).absolute()
-    settings = DevSettings(data_dir=directory, sim=sim, variant="cpu" if sim_variant == "cpu" else "h100", port=port)
+    settings = DevSettings(
+        data_dir=directory,
+        sim=sim,
+        variant="cpu" if sim_variant == "cpu" else "h100",
+        port=port,
+        analyze_every_s=analyze_every_s,
+    )
     with reporting():
         trio.run(run_dev, settings, _say)
 
