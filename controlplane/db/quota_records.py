@@ -51,6 +51,16 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
+class Key:
+    """What a quota is for, of which there is one at most; None is all projects, pools, models."""
+
+    tenant_id: int
+    project_id: int | None
+    pool_id: int | None
+    gpu_model: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Quota:
     """What a tenant or one project may hold, in all pools, one, or those of a GPU model, and what it does.
 
@@ -108,6 +118,19 @@ def find_quota(tx: Tx, public_id: str, *, within: Sequence[int] | None) -> Quota
     )
 
 
+def find_quota_for(tx: Tx, key: Key) -> Quota | None:
+    """Return the quota for a tenant, or a project of it, in a pool, in those of a model, or in all."""
+    return tx.row(
+        Quota,
+        _SELECT
+        + """
+        where q.tenant_id = %(tenant_id)s and q.project_id is not distinct from %(project_id)s::int4
+          and q.pool_id is not distinct from %(pool_id)s::int4 and q.gpu_model is not distinct from %(gpu_model)s::text
+        """,
+        asdict(key),
+    )
+
+
 def list_quotas(tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, after: int, limit: int) -> list[Quota]:
     """Return quotas with a key beyond `after`, in the order in which they were made."""
     return tx.rows(
@@ -127,16 +150,7 @@ def list_quotas(tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, 
     )
 
 
-def insert_quota(
-    tx: Tx,
-    *,
-    public_id: str,
-    tenant_id: int,
-    project_id: int | None,
-    pool_id: int | None,
-    gpu_model: str | None,
-    terms: Terms,
-) -> None:
+def insert_quota(tx: Tx, key: Key, *, public_id: str, terms: Terms) -> None:
     """Add a quota that counts what is held already; raises UniqueConflict if there is one for the same."""
     # Whoever books now either is counted below or waits and then finds the new row; between the two
     # a hold would be given back to a quota that it was never taken from.
@@ -163,14 +177,7 @@ def insert_quota(
           and (%(gpu_model)s::text is null or p.gpu_model = %(gpu_model)s)
         returning quota_id
         """,
-        {
-            "public_id": public_id,
-            "tenant_id": tenant_id,
-            "project_id": project_id,
-            "pool_id": pool_id,
-            "gpu_model": gpu_model,
-            **asdict(terms),
-        },
+        {"public_id": public_id, **asdict(key), **asdict(terms)},
     )
     assert isinstance(quota_id, int)
     if terms.gpu_hours_max is not None:

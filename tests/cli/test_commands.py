@@ -70,6 +70,15 @@ def test_tenants_projects_quotas_and_offerings(server: CommandServer, bcctl: Com
     bcctl("quotas", "update", quota, "--gpus", "2", "--unlimited", "memory")
     changed = fields(bcctl("quotas", "get", quota).value)
     assert (changed["gpus max"], changed["memory max"]) == ("2", "-")
+    place = ("--tenant", "acme", "--pool", "h100")
+    assert bcctl("quotas", "get", *place, "--query", "id").value == quota
+    assert bcctl("quotas", "update", *place, "--vcpus", "9", "--query", "vcpus_max").value == "9"
+    bcctl("quotas", "update", quota, "--unlimited", "vcpus")
+    for wrong in ((), (quota, *place)):
+        ran = bcctl("quotas", "get", *wrong)
+        assert (ran.status, "name the quota by its id, or by --tenant, " in ran.err) == (2, True)
+    ran = bcctl("quotas", "delete", *place)
+    assert ran.err.startswith("CONFIRM: Remove the quota of acme, h100, and so its limits?\n")
     key = bcctl("keys", "create", "ann", "--tenant", "acme", "--role", "member", "--query", "key").value
     ran = bcctl("reserve", "--pool", "h100", "--gpus", "3", "--for", "1h", BCCTL_KEY=key)
     assert ran.err.startswith("QUOTA_EXCEEDED: ")

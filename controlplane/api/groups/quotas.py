@@ -17,7 +17,7 @@ from controlplane.api.calls import Idempotent, Input, ListInput, Mutation, Outco
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Count, Instant, Mebibytes, Ref, Version
 from controlplane.db import outbox, queue, quota_records
-from controlplane.errors import Invalid
+from controlplane.errors import Invalid, NotFound
 from controlplane.iam.port import Resource
 from controlplane.model.periods import GPU_HOUR
 
@@ -70,6 +70,23 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     created_at: Instant
 
 
+class QuotaAt(Input, frozen=True, kw_only=True):
+    """What a quota is for, as when it was made: there is one at most."""
+
+    tenant: Ref | None = None
+    project: Ref | None = None
+    pool: Ref | None = None
+    gpu_model: GpuModel | None = None
+
+
+AnyQuota = Annotated[
+    Ref | QuotaAt,
+    msgspec.Meta(
+        description="Its id; or an object of the tenant, project, pool and gpu_model that it was made with, as there."
+    ),
+]
+
+
 class CreateQuota(Idempotent, frozen=True, kw_only=True):
     tenant: Ref | None = None
     project: Ref | None = None
@@ -84,7 +101,7 @@ class CreateQuota(Idempotent, frozen=True, kw_only=True):
 
 
 class QuotaRef(Input, frozen=True, kw_only=True):
-    quota: Ref
+    quota: AnyQuota
 
 
 class ListQuotas(ListInput, frozen=True, kw_only=True):
@@ -94,7 +111,7 @@ class ListQuotas(ListInput, frozen=True, kw_only=True):
 class UpdateQuota(Idempotent, frozen=True, kw_only=True):
     """A maximum that is left out stays; null removes the limit."""
 
-    quota: Ref
+    quota: AnyQuota
     gpus_max: Count | msgspec.UnsetType | None = msgspec.UNSET
     vcpus_max: Count | msgspec.UnsetType | None = msgspec.UNSET
     memory_mib_max: Mebibytes | msgspec.UnsetType | None = msgspec.UNSET
@@ -105,18 +122,36 @@ class UpdateQuota(Idempotent, frozen=True, kw_only=True):
 
 
 class DeleteQuota(Idempotent, frozen=True, kw_only=True):
-    quota: Ref
+    quota: AnyQuota
     version: Version | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a new quota will hold."""
+    """What a quota is for."""
 
     tenant: Tenant
     project: Project | None
     pool: Pool | None
     gpu_model: str | None
+
+    @property
+    def key(self) -> quota_records.Key:
+        return quota_records.Key(
+            tenant_id=self.tenant.tenant_id,
+            project_id=self.project.project_id if self.project else None,
+            pool_id=self.pool.pool_id if self.pool else None,
+            gpu_model=self.gpu_model,
+        )
+
+    def __str__(self) -> str:
+        whose = f"project {self.project.slug} of {self.tenant.slug}" if self.project else self.tenant.slug
+        return f"{whose} in {self.pool.slug if self.pool else self.gpu_model or 'all pools together'}"
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    place: _Place
     terms: quota_records.Terms
 
 
@@ -146,11 +181,29 @@ def _shown(row: quota_records.Quota) -> Quota:
     )
 
 
-def _find(tx: Tx, call: Call, ref: str) -> quota_records.Quota:
-    row = quota_records.find_quota(tx, ref, within=call.scope.filter)
+def _find(tx: Tx, call: Call, ref: str | QuotaAt) -> quota_records.Quota:
+    if isinstance(ref, str):
+        row = quota_records.find_quota(tx, ref, within=call.scope.filter)
+        if row is None:
+            raise resolve.no_such_id("quota", ref, form="quo", field="quota")
+        return row
+    place = _find_place(tx, call, ref)
+    row = quota_records.find_quota_for(tx, place.key)
     if row is None:
-        raise resolve.no_such_id("quota", ref, form="quo", field="quota")
+        raise NotFound(f"quota: there is none for {place}; `quotas/list` shows those there are", field="quota")
     return row
+
+
+def _find_place(tx: Tx, call: Call, typed: QuotaAt | CreateQuota) -> _Place:
+    if typed.pool is not None and typed.gpu_model is not None:
+        raise Invalid("gpu_model: a pool has one model already; name the pool or the model", field="gpu_model")
+    tenant = resolve.find_tenant(tx, call, typed.tenant)
+    project = None
+    if typed.project is not None:
+        project = resolve.find_project(tx, call, typed.project, tenant_id=tenant.tenant_id)
+    pool = None if typed.pool is None else resolve.find_pool(tx, typed.pool)
+    gpu_model = None if typed.gpu_model is None else _find_gpu_model(tx, typed.gpu_model)
+    return _Place(tenant, project, pool, gpu_model)
 
 
 def _reload(tx: Tx, public_id: str) -> Quota:
@@ -207,7 +260,7 @@ def _find_gpu_model(tx: Tx, text: str) -> str:
     return found[0]
 
 
-def _load_new(tx: Tx, call: Call, typed: CreateQuota) -> Target[_Place]:
+def _load_new(tx: Tx, call: Call, typed: CreateQuota) -> Target[_New]:
     terms = quota_records.Terms(
         gpus_max=typed.gpus_max,
         vcpus_max=typed.vcpus_max,
@@ -217,17 +270,11 @@ def _load_new(tx: Tx, call: Call, typed: CreateQuota) -> Target[_Place]:
         hours_period=typed.hours_period,
     )
     _check_terms(terms)
-    if typed.pool is not None and typed.gpu_model is not None:
-        raise Invalid("gpu_model: a pool has one model already; name the pool or the model", field="gpu_model")
-    tenant = resolve.find_tenant(tx, call, typed.tenant)
-    project = None
-    if typed.project is not None:
-        project = resolve.find_project(tx, call, typed.project, tenant_id=tenant.tenant_id)
-    pool = None if typed.pool is None else resolve.find_pool(tx, typed.pool)
-    gpu_model = None if typed.gpu_model is None else _find_gpu_model(tx, typed.gpu_model)
+    place = _find_place(tx, call, typed)
+    tenant = place.tenant
     resource = Resource(
         id="",
-        tenant_id=_decided_at(tenant.tenant_id, tenant.parent_id, of_project=project is not None),
+        tenant_id=_decided_at(tenant.tenant_id, tenant.parent_id, of_project=place.project is not None),
         attributes={
             "tenant": tenant.public_id,
             "gpus_max": typed.gpus_max,
@@ -237,24 +284,16 @@ def _load_new(tx: Tx, call: Call, typed: CreateQuota) -> Target[_Place]:
             "gpu_hours_max": typed.gpu_hours_max,
         },
     )
-    return Target(resource, _Place(tenant, project, pool, gpu_model, terms))
+    return Target(resource, _New(place, terms))
 
 
-def _create(tx: Tx, call: Call, typed: CreateQuota, target: Target[_Place]) -> Outcome[Quota]:
-    place = target.row
+def _create(tx: Tx, call: Call, typed: CreateQuota, target: Target[_New]) -> Outcome[Quota]:
+    place, terms = target.row.place, target.row.terms
     quota_id = call.context.ids.new("quo")
     with guards.taken(
         f"tenant: {place.tenant.slug} has a quota for the same project and pool or model; update it", field="tenant"
     ):
-        quota_records.insert_quota(
-            tx,
-            public_id=quota_id,
-            tenant_id=place.tenant.tenant_id,
-            project_id=place.project.project_id if place.project else None,
-            pool_id=place.pool.pool_id if place.pool else None,
-            gpu_model=place.gpu_model,
-            terms=place.terms,
-        )
+        quota_records.insert_quota(tx, place.key, public_id=quota_id, terms=terms)
     outbox.publish(tx, "quota.created", quota_id, {}, tenant_id=place.tenant.tenant_id)
     return Outcome(_reload(tx, quota_id), resource_id=quota_id)
 

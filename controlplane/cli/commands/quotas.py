@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,6 +83,36 @@ def _limit_options(fn: Callable[..., None]) -> Callable[..., None]:
     )(fn)
 
 
+def _place_options(fn: Callable[..., None]) -> Callable[..., None]:
+    fn = click.option("--gpu-model", metavar="MODEL", help="Only in pools of this model; a part of its name will do.")(
+        fn
+    )
+    fn = click.option("--pool", help="Only in this pool. [default: all pools together]")(fn)
+    fn = click.option("--project", help="Only this project of it. [default: the whole tenant and those below it]")(fn)
+    return tenant_option(fn)
+
+
+def _which(fn: Callable[..., None]) -> Callable[..., None]:
+    """Take a quota by its id, or by what it was made with; the command gets `quota`, as the API takes it."""
+
+    @functools.wraps(fn)
+    def run(
+        *args: Any,  # noqa: ANN401 - whatever fn takes
+        quota: str | None,
+        tenant: str | None,
+        project: str | None,
+        pool: str | None,
+        gpu_model: str | None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        place = given(tenant=tenant, project=project, pool=pool, gpu_model=gpu_model)
+        if (quota is None) is not bool(place):
+            raise click.UsageError("name the quota by its id, or by --tenant, --project, --pool and --gpu-model")
+        fn(*args, quota=quota or place, **kwargs)
+
+    return click.argument("quota", required=False)(_place_options(run))
+
+
 def _limits(**limits: int | str | None) -> dict[str, Any]:
     named = {_LIMITS.get(name.replace("_", "-"), "hours_period"): value for name, value in limits.items()}
     return given(**named)
@@ -94,10 +125,7 @@ def command() -> None:
 
 @command.command("create")
 @_limit_options
-@tenant_option
-@click.option("--project", help="Only this project of it. [default: the whole tenant and those below it]")
-@click.option("--pool", help="Only in this pool. [default: all pools together]")
-@click.option("--gpu-model", metavar="MODEL", help="Only in pools of this model; a part of its name will do.")
+@_place_options
 @pass_session
 def create(
     session: Session,
@@ -130,19 +158,21 @@ def list_(session: Session, *, tenant: str | None, limit: int) -> None:
 
 
 @command.command("get")
-@click.argument("quota")
+@_which
 @pass_session
-def get(session: Session, *, quota: str) -> None:
+def get(session: Session, *, quota: str | dict[str, object]) -> None:
     """Look at one quota."""
     session.show(session.read("quotas/get", given(quota=quota)))
 
 
 @command.command("update")
-@click.argument("quota")
+@_which
 @_limit_options
 @click.option("--unlimited", multiple=True, type=click.Choice(list(_LIMITS)), help="Remove a limit; may be repeated.")
 @pass_session
-def update(session: Session, *, quota: str, unlimited: tuple[str, ...], **limits: int | str | None) -> None:
+def update(
+    session: Session, *, quota: str | dict[str, object], unlimited: tuple[str, ...], **limits: int | str | None
+) -> None:
     """Change the limits that are named; the others stay."""
     asked = _limits(**limits)
     for name in unlimited:
@@ -157,10 +187,11 @@ def update(session: Session, *, quota: str, unlimited: tuple[str, ...], **limits
 
 
 @command.command("delete")
-@click.argument("quota")
+@_which
 @yes_option
 @pass_session
-def delete(session: Session, *, quota: str, yes: bool) -> None:
+def delete(session: Session, *, quota: str | dict[str, object], yes: bool) -> None:
     """Remove a quota, and so its limits."""
-    confirm(f"Remove {quota}, and so its limits?", yes=yes)
+    named = quota if isinstance(quota, str) else f"of {', '.join(map(str, quota.values()))}"
+    confirm(f"Remove the quota {named}, and so its limits?", yes=yes)
     session.show(session.change("quotas/delete", given(quota=quota)))

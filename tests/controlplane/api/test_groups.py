@@ -244,6 +244,34 @@ async def test_a_quota_may_be_for_a_model_lend_and_count_hours(dsn: Dsn) -> None
         assert refused.code == "INVALID"
 
 
+async def test_a_quota_goes_by_what_it_is_for_too(dsn: Dsn) -> None:
+    async with open_api(dsn) as api:
+        world = await make_world(api, dsn)
+        places: list[dict[str, str]] = [
+            {"tenant": "acme"},
+            {"tenant": "acme", "gpu_model": "H1"},
+            {"tenant": "acme", "project": "vision"},
+            {"tenant": "acme", "project": "vision", "pool": "empty"},
+        ]
+        made = [world.quota, *[(await api.ok("quotas/create", gpus_max=8, **place))["id"] for place in places[1:]]]
+        for place, quota in zip(places, made, strict=True):
+            assert (await api.ok("quotas/get", quota=place))["id"] == quota
+        changed = await api.ok("quotas/update", quota=places[2], gpus_max=5)
+        assert (changed["id"], changed["gpus_max"]) == (made[2], 5)
+        assert (await api.ok("quotas/delete", quota=places[3]))["id"] == made[3]
+        missing = await api.call("quotas/get", quota=places[3])
+        assert (missing.code, missing.field) == ("NOT_FOUND", "quota")
+        assert missing.message.startswith("quota: there is none for project vision of acme in empty; ")
+        both = await api.call("quotas/get", quota={"tenant": "acme", "pool": "h100", "gpu_model": "H100"})
+        assert (both.code, both.field) == ("INVALID", "gpu_model")
+        assert (await api.call("quotas/get", quota={"tenants": "acme"})).code == "INVALID"
+        # whose it is decides as it does by id
+        own = await api.call("quotas/update", key=world.acme, quota={"tenant": "acme"}, gpus_max=99)
+        assert own.code == "DENIED"
+        other = await api.call("quotas/get", key=world.acme, quota={"tenant": "root"})
+        assert other.code == "NOT_FOUND"
+
+
 async def test_a_new_quota_counts_what_is_held(dsn: Dsn) -> None:
     async with open_api(dsn) as api:
         world = await make_world(api, dsn)
