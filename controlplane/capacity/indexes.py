@@ -78,7 +78,9 @@ class _Pool:
     position: int | None = None
     # (transaction, node) pairs that need no look: their change is in the index, or has been read
     known: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    # nodes to read again: those that have changed, and of these, those of which nothing may be taken from what is known
     stale: set[int] = field(default_factory=set[int])
+    doubted: set[int] = field(default_factory=set[int])
     # nodes whose specs cannot take another allocation, until they change
     shut: set[int] = field(default_factory=set[int])
     # by the transaction
@@ -89,6 +91,11 @@ class _Pool:
     looked_for: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
     endless: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
     gangs: Gangs = field(default_factory=Gangs)
+
+    def doubt(self, node_ids: Iterable[int]) -> None:
+        """Have nodes read again, their devices too."""
+        self.doubted.update(node_ids)
+        self.stale |= self.doubted
 
 
 class PoolIndexes:
@@ -138,7 +145,10 @@ class PoolIndexes:
     def _close(self, pool: _Pool, key: int, committed: bool) -> None:  # noqa: FBT001 - as `Tx.on_end` calls it
         with pool.lock:
             opened = pool.open.pop(key)
-            pool.stale |= opened.reread if committed else {part.node_id for plan in opened.plans for part in plan.parts}
+            if committed:
+                pool.stale |= opened.reread
+            else:
+                pool.doubt(part.node_id for plan in opened.plans for part in plan.parts)
 
     def plan_all(
         self,
@@ -275,7 +285,7 @@ class PoolIndexes:
         """Have these nodes read again before the next plan: what the index has of them may be wrong."""
         pool = self._pool(pool_id)
         with pool.lock:
-            pool.stale.update(node_ids)
+            pool.doubt(node_ids)
 
     def shut(self, pool_id: int, node_id: int) -> None:
         """Plan nothing on this node until something of it changes: its spec is full."""
@@ -327,6 +337,7 @@ class PoolIndexes:
         self._load_nodes(tx, pool_id, pool)
         pool.known.clear()
         pool.stale.clear()
+        pool.doubted.clear()
         pool.looked_at = now
 
     def _load_nodes(self, tx: Tx, pool_id: int, pool: _Pool) -> None:
@@ -351,7 +362,8 @@ class PoolIndexes:
         if len(pool.stale) > RELOAD_NODES:
             self._load_nodes(tx, pool_id, pool)
         else:
-            views = load_node_views(tx, pool_id, sorted(pool.stale))
+            known = {view.node_id: view for view in _index(pool).pick(pool.stale - pool.doubted)}
+            views = load_node_views(tx, pool_id, sorted(pool.stale), known=known)
             for node_id in pool.stale - {view.node_id for view in views}:
                 _index(pool).remove(node_id)
             for view in views:
@@ -360,6 +372,7 @@ class PoolIndexes:
             # a transaction sees what it wrote itself, and may take it back
             tx.on_end(partial(self._doubt_unless, pool, frozenset(pool.stale)))
         pool.stale.clear()
+        pool.doubted.clear()
 
     def _book_again(self, pool: _Pool, index: PoolIndex, only: Collection[int] | None) -> None:
         """Count what is planned and may not be in the rows yet, on nodes that were read just now; None is all."""
@@ -379,7 +392,7 @@ class PoolIndexes:
     def _doubt_unless(self, pool: _Pool, node_ids: Collection[int], committed: bool) -> None:  # noqa: FBT001 - as above
         if not committed:
             with pool.lock:
-                pool.stale |= set(node_ids)
+                pool.doubt(node_ids)
 
     def _drop_unless(self, pool: _Pool, committed: bool) -> None:  # noqa: FBT001 - as above
         if not committed:

@@ -1,5 +1,5 @@
 """The ledger as a planner sees it: one `NodeView` a node, read with five statements whatever the pool's size, or six if
-any of its GPUs is in MIG mode.
+any of its GPUs is in MIG mode. What an index knows already of its nodes' devices need not be read again: three.
 
 Devices are summed up by the database into sets of slots, and times come as microseconds: of a pool of 10,000 nodes the
 rows of 80,000 GPUs would be most of the work, and planning needs none of them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, LiteralString, NamedTuple
+from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
 
 from controlplane.db.packed import pack
 from controlplane.db.spans import decode_spans
@@ -28,25 +28,86 @@ if TYPE_CHECKING:
 
 # Slots are 0 to 63, so a set of them is an int8 whose sign bit is slot 63.
 _ALL_64 = (1 << 64) - 1
+_NOTHING: Final[Mapping[int, NodeView]] = {}
 
 
 def load_node_views(
-    tx: Tx, pool_id: int, node_ids: Sequence[int] | None = None, *, without: Sequence[int] = ()
+    tx: Tx,
+    pool_id: int,
+    node_ids: Sequence[int] | None = None,
+    *,
+    without: Sequence[int] = (),
+    known: Mapping[int, NodeView] = _NOTHING,
 ) -> list[NodeView]:
     """Every node of a pool that is not decommissioned (or only those named), in the order of their ids.
 
     Args:
         without: reservations whose bookings and GPUs are left out, as if they had let go. The vCPUs and the
             memory that they hold are counters of the node, and stay.
+        known: views of before. Whatever changes the devices of a node counts up its `placement_gen`, so of one that
+            is as it was known, only what is booked and held is read, unless it shares GPUs.
     """
-    params = {"pool": pool_id, "without": list(without)}
-    of = _Nodes(_OF_POOL, params) if node_ids is None else _Nodes(_NAMED, {**params, "nodes": pack(node_ids)})
-    devices = _load_devices(tx, of)
-    shared = _load_shared(tx, of)
+    of = _named(pool_id, node_ids, without)
+    nodes = _load_nodes(tx, of)
+    # The generation first, and the devices then: a change between the two makes for a view that no commit accepts,
+    # where the other way round it would make for an old one with a new generation.
+    same = {
+        node.node_id: view
+        for node in nodes
+        if (view := known.get(node.node_id)) is not None
+        and view.placement_gen == node.placement_gen
+        and view.shared is None
+    }
+    others = of if not same else _named(pool_id, [node.node_id for node in nodes if node.node_id not in same], without)
+    devices = _load_devices(tx, others) if len(same) < len(nodes) else {}
+    shared = _load_shared(tx, others) if len(same) < len(nodes) else {}
     ledger = _load_booked(tx, of, shared)
-    booked, scalars = ledger.slots, ledger.scalars
     held = _load_held(tx, of, shared, ledger)
-    nodes = tx.tuples(
+    views: list[NodeView] = []
+    for node_id, placement_gen, placeable, why_not, vcpus, memory_mib, vcpus_held, memory_mib_held, labels in nodes:
+        view = same.get(node_id)
+        present, healthy, groups = (
+            devices.get(node_id, _NO_DEVICES) if view is None else (view.present, view.healthy, view.groups)
+        )
+        views.append(
+            NodeView(
+                node_id=node_id,
+                placement_gen=placement_gen,
+                placeable=placeable,
+                why_not=why_not,
+                present=present,
+                healthy=healthy,
+                groups=groups,
+                booked=tuple(ledger.slots.get(node_id, ())),
+                held=held.get(node_id, 0),
+                vcpus=vcpus,
+                memory_mib=memory_mib,
+                scalars_booked=tuple(ledger.scalars.get(node_id, ())),
+                vcpus_held=vcpus_held,
+                memory_mib_held=memory_mib_held,
+                labels=_labels(labels),
+                shared=_share(shared[node_id], ledger, node_id) if node_id in shared else None,
+            )
+        )
+    return views
+
+
+class _Node(NamedTuple):
+    """A node's own row, and its counters. MiB; vCPUs."""
+
+    node_id: int
+    placement_gen: int
+    placeable: bool
+    why_not: str
+    vcpus: int
+    memory_mib: int
+    vcpus_held: int
+    memory_mib_held: int
+    labels: str
+
+
+def _load_nodes(tx: Tx, of: _Nodes) -> list[_Node]:
+    rows = tx.tuples(
         """
         select n.node_id, n.placement_gen, n.placeable,
                case when n.provision_state <> 'adopted' then n.provision_state
@@ -63,30 +124,7 @@ def load_node_views(
         """,
         of.params,
     )
-    views: list[NodeView] = []
-    for node_id, placement_gen, placeable, why_not, vcpus, memory_mib, vcpus_held, memory_mib_held, labels in nodes:
-        present, healthy, groups = devices.get(node_id, _NO_DEVICES)
-        views.append(
-            NodeView(
-                node_id=node_id,
-                placement_gen=placement_gen,
-                placeable=placeable,
-                why_not=why_not,
-                present=present,
-                healthy=healthy,
-                groups=groups,
-                booked=tuple(booked.get(node_id, ())),
-                held=held.get(node_id, 0),
-                vcpus=vcpus,
-                memory_mib=memory_mib,
-                scalars_booked=tuple(scalars.get(node_id, ())),
-                vcpus_held=vcpus_held,
-                memory_mib_held=memory_mib_held,
-                labels=_labels(labels),
-                shared=_share(shared[node_id], ledger, node_id) if node_id in shared else None,
-            )
-        )
-    return views
+    return [_Node(*row) for row in rows]
 
 
 # Two statements rather than one with "or": whoever reads a few nodes of ten thousand walks indexes.
@@ -99,6 +137,12 @@ class _Nodes(NamedTuple):
 
     nodes: LiteralString
     params: Mapping[str, object]
+
+
+def _named(pool_id: int, node_ids: Sequence[int] | None, without: Sequence[int]) -> _Nodes:
+    """All nodes of a pool, or those of them that are named."""
+    params = {"pool": pool_id, "without": list(without)}
+    return _Nodes(_OF_POOL, params) if node_ids is None else _Nodes(_NAMED, {**params, "nodes": pack(node_ids)})
 
 
 def load_node_names(tx: Tx, node_ids: Sequence[int]) -> dict[int, str]:

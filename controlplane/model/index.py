@@ -58,6 +58,10 @@ class PoolIndex:
         """Every node, placeable or not."""
         return self._all.nodes()
 
+    def pick(self, node_ids: Iterable[int]) -> Sequence[NodeView]:
+        """Those of these nodes that are known."""
+        return self._all.pick(node_ids)
+
     # --- what is known ---------------------------------------------------------------------------
 
     def put(self, node: NodeView) -> None:

@@ -13,7 +13,7 @@ import pytest
 from controlplane.capacity.batch import place_batch
 from controlplane.capacity.indexes import FORGET_AFTER, PoolIndexes
 from controlplane.capacity.place import Placed, place
-from controlplane.db import reservations
+from controlplane.db import reservations, views
 from controlplane.db.placements import load_changes
 from controlplane.db.time import load_now
 from controlplane.db.tx import run_transaction
@@ -23,6 +23,8 @@ from tests.support.fleets import make_request
 from tests.support.ledgers import LedgerFleet, open_fleet
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from controlplane.db.tx import Tx
     from controlplane.model.nodeview import NodeView
     from tests.support.postgres import Dsn
@@ -121,6 +123,55 @@ async def test_what_this_process_places_is_in_its_index_without_being_read(
         await fleet.released(gone)
         await same_as_rows(fleet, indexes)
         assert reads == [fleet.pool_id]
+
+
+async def test_devices_are_read_again_only_where_they_may_have_changed(
+    dsn: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_fleet(dsn, nodes=3) as fleet:
+        indexes = PoolIndexes()
+        await same_as_rows(fleet, indexes)
+        asked: list[Sequence[int]] = []
+        load = views._load_devices
+
+        def load_and_note(tx: Tx, of: Any) -> Any:
+            if "nodes" in of.params:
+                asked.append([int(node_id) for node_id in of.params["nodes"].split(";")])
+            return load(tx, of)
+
+        monkeypatch.setattr(views, "_load_devices", load_and_note)
+        fleet.execute("update node_capacity set memory_mib_total = 5 where node_id = 1")
+        await fleet.reserve(4)
+        await same_as_rows(fleet, indexes)
+        assert asked == []
+        fleet.execute("update node_capacity set memory_mib_total = 6")
+        fleet.execute("update device set health = 'unhealthy' where node_id = 2 and slot = 3")
+        await same_as_rows(fleet, indexes)
+        assert asked == [[2]]
+        asked.clear()
+        indexes.doubt(fleet.pool_id, [3])
+        fleet.execute("update node_capacity set memory_mib_total = 7 where node_id = 1")
+        await same_as_rows(fleet, indexes)
+        assert asked == [[3]]
+
+
+async def test_devices_that_a_transaction_changed_and_took_back_are_read_again(dsn: Dsn) -> None:
+    """The next change of the node has the same generation."""
+    async with open_fleet(dsn, nodes=1) as fleet:
+        indexes = PoolIndexes()
+        await same_as_rows(fleet, indexes)
+        fleet.execute("grant update on device, node to bc_worker")
+
+        def change_and_look(tx: Tx) -> None:
+            tx.execute("update device set health = 'unhealthy' where slot = 3")
+            (node,) = indexes.nodes(tx, fleet.pool_id, load_now(tx))
+            assert node.healthy == 0b11110111
+            raise Undone
+
+        with pytest.raises(Undone):
+            await fleet.run(change_and_look)
+        fleet.execute("update device set health = 'unhealthy' where slot = 5")
+        await same_as_rows(fleet, indexes)
 
 
 async def test_a_node_that_joins_and_an_index_that_slept(dsn: Dsn) -> None:
