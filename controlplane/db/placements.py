@@ -80,31 +80,37 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
     return LockedPool(pool_id, slug, gpu_model, names)
 
 
-# Holds what is `due`, in the order of `at`, with the GPUs of which the spans have any part and the MIG instances that
-# are inside them, and counts it. Nobody gets an instance whose UUID is held: another layout may have it elsewhere.
+# What the spans of `a` have on its node, in one look: of how many healthy GPUs they have any part, how many GPUs they
+# have that are given out whole, the UUIDs of the GPUs and of the MIG instances inside, in the order of their places,
+# and those of the instances alone, null if there is none.
+_ON_NODE = """
+cross join lateral (
+  select count(*) filter (where u.healthy) as healthy, count(*) filter (where u.whole) as whole,
+         coalesce(array_agg(u.uuid order by u.at) filter (where u.uuid is not null), '{}') as uuids,
+         array_agg(u.uuid) filter (where u.healthy is null) as instances
+  from (
+    select d.slot * 48 as at, case when not d.mig then d.uuid end as uuid, d.health = 'healthy' as healthy,
+           d.time_slots = 1 and not d.mig as whole
+    from device d
+    where d.node_id = a.node_id and d.retired_at is null and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans
+    union all
+    select lower(m.span), m.uuid, null, false
+    from mig_instance m where m.node_id = a.node_id and m.retired_at is null and m.span <@ a.spans
+  ) u
+) g"""
+
+# Holds what is `due`, in the order of `at`, and counts it. Nobody gets an instance whose UUID is held: another layout
+# may have it elsewhere.
 _HOLD_DUE = """
 ), held as (
   insert into allocation (public_id, reservation_id, node_id, spans, vcpus, memory_mib, gpus, device_uuids,
                           incarnation, generation)
-  select a.allocation, a.reservation_id, a.node_id, a.spans, a.vcpus, a.memory_mib, g.gpus, g.uuids,
+  select a.allocation, a.reservation_id, a.node_id, a.spans, a.vcpus, a.memory_mib, a.whole, a.uuids,
          c.incarnation, coalesce(s.generation, 0) + 1
   from due a cross join cluster c left join node_spec s on s.node_id = a.node_id
-  cross join lateral (
-    select coalesce(array_agg(u.uuid order by u.at), '{}') as uuids, count(*) filter (where u.kind = 'gpu') as gpus,
-           array_agg(u.uuid) filter (where u.kind = 'mig') as instances
-    from (
-      select d.slot * 48 as at, d.uuid, case when d.time_slots = 1 then 'gpu' else 'slot' end as kind
-      from device d
-      where d.node_id = a.node_id and d.retired_at is null and not d.mig
-        and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans
-      union all
-      select lower(m.span), m.uuid, 'mig'
-      from mig_instance m where m.node_id = a.node_id and m.retired_at is null and m.span <@ a.spans
-    ) u
-  ) g
-  where g.instances is null or not exists (
+  where a.instances is null or not exists (
     select from allocation h
-    where h.node_id = a.node_id and h.released_at is null and h.device_uuids && g.instances)
+    where h.node_id = a.node_id and h.released_at is null and h.device_uuids && a.instances)
   order by a.at
   on conflict do nothing
   returning reservation_id, node_id, gpus, vcpus, memory_mib
@@ -123,23 +129,26 @@ _HOLD_DUE = """
 _COMMIT_PARTS = (
     """
 with asked as materialized (
-  select node_id, reservation_id, spans::int4multirange as spans, gpus, vcpus, memory_mib, starts, ends, allocation, at
-  from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(reservations)s, ';')::int8[],
-              string_to_array(%(spans)s, ';'), string_to_array(%(gpus)s, ';')::int4[],
-              string_to_array(%(vcpus)s, ';')::int4[],
-              string_to_array(%(memory)s, ';')::int8[], string_to_array(%(starts)s, ';')::timestamptz[],
-              string_to_array(%(ends)s, ';', '')::timestamptz[], string_to_array(%(allocations)s, ';', ''))
-       with ordinality
-       as t (node_id, reservation_id, spans, gpus, vcpus, memory_mib, starts, ends, allocation, at)
+  select a.*, g.*
+  from (
+    select node_id, reservation_id, spans::int4multirange as spans, gpus, vcpus, memory_mib, starts, ends, allocation,
+           at
+    from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(reservations)s, ';')::int8[],
+                string_to_array(%(spans)s, ';'), string_to_array(%(gpus)s, ';')::int4[],
+                string_to_array(%(vcpus)s, ';')::int4[],
+                string_to_array(%(memory)s, ';')::int8[], string_to_array(%(starts)s, ';')::timestamptz[],
+                string_to_array(%(ends)s, ';', '')::timestamptz[], string_to_array(%(allocations)s, ';', ''))
+         with ordinality
+         as t (node_id, reservation_id, spans, gpus, vcpus, memory_mib, starts, ends, allocation, at)
+  ) a"""
+    + _ON_NODE
+    + """
 ), booked as (
   insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
   select reservation_id, %(pool)s, node_id, spans, tstzrange(starts, ends, '[)'), vcpus, memory_mib
-  from asked a
+  from asked
   -- an index that is wrong must not sell what is not there: as many GPUs as the plan names are, and are healthy
-  where a.gpus = (
-    select count(*) from device d
-    where d.node_id = a.node_id and d.retired_at is null and d.health = 'healthy'
-      and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans)
+  where gpus = healthy
   order by at
   on conflict do nothing
   returning reservation_id, node_id
@@ -220,27 +229,32 @@ def _is_complete(one: Commitment, found: Mapping[str, Collection[tuple[int | Non
 _HOLD_BOOKED = (
     """
 with due as (
-  select b.reservation_id, b.node_id, b.spans, b.vcpus, b.memory_mib, i.allocation, i.at
-  from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(allocations)s, ';'))
-       with ordinality as i (node_id, allocation, at)
-  join booking b using (node_id) join reservation r using (reservation_id)
-  where b.reservation_id = %(id)s
-    -- the MIG layout is the one that was booked: of each class as many as were asked for, and they are all there is
-    and not exists (
+  select a.*, g.*
+  from (
+    select b.reservation_id, b.node_id, b.spans, b.vcpus, b.memory_mib, i.allocation, i.at, r.parts
+    from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(allocations)s, ';'))
+         with ordinality as i (node_id, allocation, at)
+    join booking b using (node_id) join reservation r using (reservation_id)
+    where b.reservation_id = %(id)s
+  ) a"""
+    + _ON_NODE
+    + """
+  -- the MIG layout is the one that was booked: of each class as many as were asked for, and they are all there is
+  where not exists (
       select from (
         select 'mig.' || m.profile as class, 1 as n
-        from mig_instance m where m.node_id = b.node_id and m.retired_at is null and m.span <@ b.spans
+        from mig_instance m where m.node_id = a.node_id and m.retired_at is null and m.span <@ a.spans
         union all
-        select split_part(part, '/', 1), -split_part(part, '=', 2)::int4 from unnest(r.parts) part
+        select split_part(part, '/', 1), -split_part(part, '=', 2)::int4 from unnest(a.parts) part
         where part ^@ 'mig.'
       ) there group by class having sum(n) <> 0)
     and not exists (
       select from device d cross join lateral (select int4range(d.slot * 48, (d.slot + 1) * 48) as span) gpu
-      where d.node_id = b.node_id and d.retired_at is null and gpu.span && b.spans
-        and case when d.mig then b.spans * int4multirange(gpu.span) <> coalesce((
+      where d.node_id = a.node_id and d.retired_at is null and gpu.span && a.spans
+        and case when d.mig then a.spans * int4multirange(gpu.span) <> coalesce((
                    select range_agg(m.span) from mig_instance m
-                   where m.device_id = d.device_id and m.retired_at is null and m.span <@ b.spans), '{}')
-                 else d.time_slots = 1 and not gpu.span <@ b.spans end)"""
+                   where m.device_id = d.device_id and m.retired_at is null and m.span <@ a.spans), '{}')
+                 else d.time_slots = 1 and not gpu.span <@ a.spans end)"""
     + _HOLD_DUE
     + "select (select count(*) from held), (select count(*) from counted)"
 )
