@@ -21,6 +21,7 @@ import trio
 from controlplane.app import Sockets, open_app
 from controlplane.config import ConfigError, parse_address
 from controlplane.serving import Tls, serve_asgi
+from shared.garbage import collect_less_often
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -98,6 +99,7 @@ async def run_server(
 
     Raises what `open_app` raises, before it is started.
     """
+    collect_less_often()
     async with open_app(config, sockets) as app:
         try:
             async with trio.open_nursery() as nursery:

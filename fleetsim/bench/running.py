@@ -27,6 +27,7 @@ from fleetsim.bench.machine import Commit, read_commit, read_machine, read_versi
 from fleetsim.bench.report import encode_report, format_report, make_report
 from fleetsim.groups import leaves
 from shared.clocks import SystemClock
+from shared.garbage import collect_less_often
 from shared.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def run_bench(
         ClickException: it was interrupted, the PostgreSQL is not there, or the report cannot be written.
     """
     configure_logging("WARNING", json=False)
+    # as a server does
+    collect_less_often()
     clock = SystemClock()
     try:
         postgresql = find_binaries(major).version
