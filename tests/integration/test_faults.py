@@ -28,13 +28,14 @@ from shared.signing import Context, NodeSigner, encode_envelope
 from shared.wire import AllocationBound, encode
 from tests.support.fleets import make_request
 from tests.support.ledgers import START, LedgerFleet, make_fleet
-from tests.support.postgres import Dsn
+from tests.support.postgres import dsn_of
 from tests.support.stack import Stack, eventually, open_stack
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from controlplane.db.tx import Tx
+    from tests.support.postgres import Dsn
 
 
 async def test_ten_requests_for_the_last_gpu_and_four_different_answers(dsn: Dsn, tmp_path: Path) -> None:
@@ -166,8 +167,7 @@ async def test_a_command_cut_in_the_middle_is_never_run_again(dsn: Dsn, tmp_path
 async def test_an_answered_reservation_outlives_kill_9_of_postgresql(tmp_path: Path, place: Path) -> None:
     async with open_embedded(place / "pg") as server:
         migrate(server.ensure_database("bettercompute"), load(find_migrations()))
-        roles = {role: server.dsn(f"bc_{role}", "bettercompute") for role in ("owner", "api", "worker", "gateway")}
-        dsn = Dsn(name="bettercompute", admin=server.dsn("postgres", "bettercompute"), **roles)
+        dsn = dsn_of(server, "bettercompute")
         async with open_stack(dsn, tmp_path) as stack:
             await stack.make_pool()
             await stack.add_node("one")
@@ -231,8 +231,7 @@ async def test_a_crash_that_takes_transactions_back_hides_nothing_from_who_went_
     # nothing reaches the disk but what a commit waits for
     async with open_embedded(place / "pg", settings={"wal_writer_delay": "10s"}) as server:
         migrate(server.ensure_database("bettercompute"), load(find_migrations()))
-        roles = {role: server.dsn(f"bc_{role}", "bettercompute") for role in ("owner", "api", "worker", "gateway")}
-        dsn = Dsn(name="bettercompute", admin=server.dsn("postgres", "bettercompute"), **roles)
+        dsn = dsn_of(server, "bettercompute")
         async with open_database(DatabaseConfig(dsn.worker)) as database:
             fleet = make_fleet(database, dsn, nodes=1)
             held = await fleet.reserve(8, vcpus=64)

@@ -17,12 +17,14 @@ from controlplane.cli.client import ApiFailure, ClientError
 from controlplane.db.embedded import EmbeddedPostgres, open_embedded
 from controlplane.db.migrate import find_migrations, load, migrate
 from tests.support.ledgers import insert_node
-from tests.support.postgres import Dsn
+from tests.support.postgres import dsn_of
 from tests.support.referee import assert_sound
 from tests.support.stack import Stack, eventually, open_stack
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.support.postgres import Dsn
 
 KILLS, ANSWERS, CLIENTS = 4, 25, 4
 # For all that was answered, and for what was under way when the answer to it was cut off.
@@ -66,8 +68,7 @@ async def test_all_that_was_answered_is_there_after_kill_9_of_everything(tmp_pat
     """What was acknowledged less than six seconds before a crash was lost (Slurm Ticket 24936, and its crash probe)."""
     async with open_embedded(place / "pg") as server:
         migrate(server.ensure_database("bettercompute"), load(find_migrations()))
-        roles = {role: server.dsn(f"bc_{role}", "bettercompute") for role in ("owner", "api", "worker", "gateway")}
-        dsn = Dsn(name="bettercompute", admin=server.dsn("postgres", "bettercompute"), **roles)
+        dsn = dsn_of(server, "bettercompute")
         async with open_stack(dsn, tmp_path) as stack:
             await stack.make_pool()
             with psycopg.connect(dsn.admin, autocommit=True) as conn:

@@ -56,6 +56,17 @@ def template_db(postgres: EmbeddedPostgres) -> str:
     return TEMPLATE
 
 
+def dsn_of(server: EmbeddedPostgres, name: str) -> Dsn:
+    return Dsn(
+        name=name,
+        admin=server.dsn("postgres", name),
+        owner=server.dsn("bc_owner", name),
+        api=server.dsn("bc_api", name),
+        worker=server.dsn("bc_worker", name),
+        gateway=server.dsn("bc_gateway", name),
+    )
+
+
 @pytest.fixture
 def dsn(postgres: EmbeddedPostgres, template_db: str) -> Iterator[Dsn]:
     name = f"test_{uuid.uuid4().hex}"
@@ -63,14 +74,7 @@ def dsn(postgres: EmbeddedPostgres, template_db: str) -> Iterator[Dsn]:
     with psycopg.connect(postgres.dsn(), autocommit=True) as admin:
         create = sql.SQL("create database {} template {} owner bc_owner strategy file_copy")
         admin.execute(create.format(sql.Identifier(name), sql.Identifier(template_db)))
-    yield Dsn(
-        name=name,
-        admin=postgres.dsn("postgres", name),
-        owner=postgres.dsn("bc_owner", name),
-        api=postgres.dsn("bc_api", name),
-        worker=postgres.dsn("bc_worker", name),
-        gateway=postgres.dsn("bc_gateway", name),
-    )
+    yield dsn_of(postgres, name)
     with psycopg.connect(postgres.dsn(), autocommit=True) as admin:
         # A test that was cut off may leave a session behind; `force` ends it.
         admin.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
