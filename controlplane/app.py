@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from controlplane.reconcilers.driver import Driver
     from controlplane.serving import AsgiApp
     from shared.clocks import Clock
+    from shared.signing import IntentSigner
 
 
 class NotMigrated(Exception):
@@ -221,6 +222,13 @@ async def _open_pool(common: _Common, user: str) -> AsyncGenerator[Database]:
         yield database
 
 
+def _ledger_tools(common: _Common, signer: IntentSigner) -> LedgerTools:
+    lock_held = common.metrics.placement.lock_held
+    return LedgerTools(
+        signer, common.ids, common.indexes, lambda placer, seconds: lock_held.of(placer).observe(seconds)
+    )
+
+
 # --- api ---------------------------------------------------------------------------------------
 
 
@@ -255,7 +263,7 @@ async def _open_api(common: _Common, wakes: _Wakes) -> AsyncGenerator[ApiPart]:
             clock=common.clock,
             ids=common.ids,
             metrics=common.metrics,
-            tools=LedgerTools(keys.intent.signer, common.ids, common.indexes),
+            tools=_ledger_tools(common, keys.intent.signer),
             placer=config.capacity.placer,
             join=JoinAdvice(url=config.gateway.endpoints[0], pin=keys.pin),
         )
@@ -313,7 +321,7 @@ async def _open_workers(common: _Common, wakes: _Wakes) -> AsyncGenerator[Driver
     async with _open_pool(common, "bc_worker") as database, service_nursery() as nursery:
         parts = WorkerParts(
             database=database,
-            tools=LedgerTools(keyring.signer, common.ids, common.indexes),
+            tools=_ledger_tools(common, keyring.signer),
             worker_id=worker_id,
             max_batch=config.capacity.max_batch,
         )

@@ -69,6 +69,7 @@ class Metrics:
         self.registry = registry
         self.gateway = GatewayMetrics(make)
         self.db = DatabaseMetrics(make)
+        self.placement = PlacementMetrics(make)
         self.queue = QueueMetrics(make)
         self.reconcilers = ReconcilerMetrics(make)
         self.iam = IamMetrics(make)
@@ -119,6 +120,18 @@ class DatabaseMetrics:
         )
         self.pool_waiting = make.bounded_gauge(
             "db_pool_waiting", "Transactions that wait for a connection, by login role.", ("role",)
+        )
+
+
+class PlacementMetrics:
+    """Both placers."""
+
+    def __init__(self, make: _Maker) -> None:
+        self.lock_held = make.bounded_histogram(
+            "placement_lock_held_seconds",
+            "From a placement's nodes locked to the end of its commit or rollback, by placer: inline, pool-lease.",
+            ("placer",),
+            TX_BUCKETS_S,
         )
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from controlplane.capacity.place import LedgerTools
     from controlplane.capacity.quota import QuotaBook
+    from controlplane.config import PlacerKind
     from controlplane.db.leases import Fence
     from controlplane.db.placements import Commitment
     from controlplane.db.reservations import Reservation
@@ -128,7 +129,7 @@ def place_batch(
             reasons[row.reservation_id] = Pending(plan.detail, plan.earliest)
         else:
             planned.append(commitment(tools, row, plan))
-    done = commit_all(tx, tools, pool_id, planned, now)
+    done = commit_all(tx, tools, pool_id, planned, now, placer="pool-lease")
     placed = {commitment.reservation_id for commitment in done}
     for row in asked:
         if row.reservation_id not in placed:
@@ -159,13 +160,20 @@ def _short(book: QuotaBook, row: Reservation, now: datetime) -> str | None:
 
 
 def commit_all(
-    tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], now: datetime
+    tx: Tx,
+    tools: LedgerTools,
+    pool_id: int,
+    planned: Sequence[Commitment],
+    now: datetime,
+    *,
+    placer: PlacerKind,
 ) -> Sequence[Commitment]:
     """Commit what can be committed of these plans; returns those that were."""
     if not planned:
         return ()
     seen = {part.node_id: part.placement_gen for one in planned for part in one.plan.parts}
     pool = lock_planned_nodes(tx, pool_id, seen)
+    tools.time_locks(tx, placer)
     ready = [one for one in planned if all(part.node_id in pool.names for part in one.plan.parts)]
     complete = write_parts(tx, pool_id, ready) if ready else set[int]()
     done = [one for one in ready if one.reservation_id in complete]

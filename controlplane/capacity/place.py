@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
 from controlplane.capacity.quota import open_quotas, window_of
@@ -24,10 +25,11 @@ from controlplane.model.requests import PlacementRequest
 from controlplane.model.shares import parse_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from datetime import datetime
 
     from controlplane.capacity.indexes import PoolIndexes
+    from controlplane.config import PlacerKind
     from controlplane.db.placements import LockedPool
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
@@ -49,13 +51,25 @@ class Contended(Contention):
     """Somebody else was faster; the same step in a new transaction, which `run_tx` makes, sees what they did."""
 
 
+def _untimed(_placer: PlacerKind, _seconds: float) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerTools:
-    """What writing the ledger needs besides a transaction."""
+    """What writing the ledger needs besides a transaction.
+
+    `locks_held` is called, in the transaction's thread, with for how many seconds a placer has kept nodes locked.
+    """
 
     signer: IntentSigner
     ids: IdSource
     indexes: PoolIndexes
+    locks_held: Callable[[PlacerKind, float], None] = _untimed
+
+    def time_locks(self, tx: Tx, placer: PlacerKind) -> None:
+        """Call after nodes were locked, which is when others begin to wait for them."""
+        tx.time_locks(partial(self.locks_held, placer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +142,15 @@ def plan_and_lock(
         if lock_too:
             # all at once, for the order of the locks
             ledger.lock_nodes(tx, [*lock_too, *(part.node_id for part in plan.parts)])
-        _lock_nodes(tx, pool_id, plan)
+            tools.time_locks(tx, "inline")
+        _lock_nodes(tx, tools, pool_id, plan)
     return plan
 
 
-def _lock_nodes(tx: Tx, pool_id: int, plan: Plan) -> LockedPool:
+def _lock_nodes(tx: Tx, tools: LedgerTools, pool_id: int, plan: Plan) -> LockedPool:
     seen = {part.node_id: part.placement_gen for part in plan.parts}
     pool = lock_planned_nodes(tx, pool_id, seen)
+    tools.time_locks(tx, "inline")
     if len(pool.names) < len(seen):
         raise Contended("nodes")
     return pool
@@ -179,7 +195,7 @@ def _next_look(plan: Plan, now: datetime) -> datetime:
 
 def _commit(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Plan, now: datetime) -> None:
     """Lock the plan's nodes and write it, and their specs if it starts now."""
-    pool = _lock_nodes(tx, reservation.pool_id, plan)
+    pool = _lock_nodes(tx, tools, reservation.pool_id, plan)
     parts = [commitment(tools, reservation, plan)]
     if not write_parts(tx, reservation.pool_id, parts):
         raise Contended("booking_no_overlap or allocation_one_hold")

@@ -108,7 +108,7 @@ def place_windows(
         reservation = reservations.insert_draft(tx, draft)
         outcomes.append(reservation)
         drafted.append(commitment(tools, reservation, plan))
-    if len(commit_all(tx, tools, template.pool_id, drafted, now)) < len(drafted):
+    if len(commit_all(tx, tools, template.pool_id, drafted, now, placer="inline")) < len(drafted):
         raise Contended("windows")
     quota.write(tx)
     return outcomes

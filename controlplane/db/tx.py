@@ -205,6 +205,7 @@ class Tx:
         self.may_be_lost = False
         self._late: dict[Callable[[Tx, list[Any]], None], list[Any]] = {}
         self._on_end: list[Callable[[bool], None]] = []
+        self._locked: tuple[float, Callable[[float], None]] | None = None
 
     def allow_loss(self) -> None:
         """Do not wait for the disk with the commit: if the database's server crashes, this may not have happened."""
@@ -230,7 +231,18 @@ class Tx:
         """
         self._on_end.append(told)
 
+    def time_locks(self, told: Callable[[float], None]) -> None:
+        """Have this called with how long locks were held: seconds from now to the end of the commit or rollback.
+
+        Only the first call of a transaction counts. It must not raise.
+        """
+        if self._locked is None:
+            self._locked = (time.monotonic(), told)
+
     def end(self, *, committed: bool) -> None:
+        if self._locked is not None:
+            since, told_held = self._locked
+            told_held(time.monotonic() - since)
         for told in self._on_end:
             told(committed)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from typing import TYPE_CHECKING
 
 import httpx2
+import psycopg
 import pytest
 
+from tests.support.ledgers import insert_node
 from tests.support.stack import eventually, open_stack
 
 if TYPE_CHECKING:
@@ -42,6 +45,24 @@ async def test_every_part_reports_to_one_page(dsn: Dsn, tmp_path: Path) -> None:
             return all(f"\n{name} " in text for name in wanted)
 
         await eventually(all_there, what="all metrics on the page")
+
+
+@pytest.mark.parametrize("placer", ["inline", "pool-lease"])
+async def test_the_page_tells_for_how_long_placements_lock(dsn: Dsn, tmp_path: Path, placer: str) -> None:
+    async with open_stack(dsn, tmp_path, serve=False) as stack, httpx2.AsyncClient() as client:
+        config = tmp_path / "config.toml"
+        config.write_text(f'{config.read_text()}[capacity]\nplacer = "{placer}"\n')
+        await stack.start_server()
+        await stack.make_pool()
+        with psycopg.connect(dsn.admin, autocommit=True) as conn:
+            insert_node(conn, 1, 0, 8)
+        await stack.wait_state(await stack.reserve(4), "binding")
+        text = (await client.get(f"http://127.0.0.1:{stack.ports[0]}/metrics")).text
+        name = "better_compute_placement_lock_held_seconds"
+        assert f'\n{name}_count{{placer="{placer}"}} 1.0\n' in text
+        (held_s,) = re.findall(rf'^{name}_sum{{placer="{placer}"}} (\S+)$', text, re.MULTILINE)
+        assert 0 < float(held_s) < 5
+        assert len(re.findall(rf"^{name}_count{{", text, re.MULTILINE)) == 1
 
 
 async def test_leases_are_free_after_a_clean_stop(dsn: Dsn, tmp_path: Path) -> None:

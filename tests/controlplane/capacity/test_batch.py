@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -22,7 +23,6 @@ from tests.support.ledgers import LedgerFleet, open_fleet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
     from typing import Any
 
     from controlplane.db.placements import Commitment
@@ -165,6 +165,35 @@ async def test_a_gpu_that_has_failed_meanwhile_is_not_sold(dsn: Dsn, monkeypatch
         fleet.assert_sound()
 
 
+@pytest.mark.parametrize("placer", ["inline", "pool-lease"])
+async def test_how_long_nodes_are_locked_is_told_by_placer(dsn: Dsn, monkeypatch: Any, placer: str) -> None:
+    """Each time that they are: also by an attempt that finds them changed, and not by one that plans nothing."""
+    told: list[tuple[str, float]] = []
+    async with open_fleet(dsn, nodes=1) as fleet:
+        fleet.tools = replace(fleet.tools, locks_held=lambda *held: told.append(held))
+        indexes = fleet.tools.indexes
+
+        async def make(gpus: int) -> int:
+            if placer == "inline":
+                reservation_id = await fleet.draft(gpus)
+                await fleet.try_place(reservation_id)
+            else:
+                reservation_id = await queue(fleet, gpus)
+                await place(fleet)
+            return reservation_id
+
+        assert await states(fleet, [await make(4)]) == ["binding"]
+        assert len(told) == 1
+        await make(8)
+        assert len(told) == 1, "there is no room, so nothing was locked"
+        monkeypatch.setattr(indexes, "_read_changes", lambda *_: False)
+        fleet.execute("update device set health = 'unhealthy' where slot = 7")
+        await make(1)
+        assert len(told) > 1
+        assert {name for name, _ in told} == {placer}
+        assert all(seconds > 0 for _, seconds in told)
+
+
 async def test_vcpus_that_were_taken_meanwhile_are_planned_again_in_a_new_transaction(
     dsn: Dsn, monkeypatch: Any
 ) -> None:
@@ -214,13 +243,13 @@ async def test_a_batch_is_planned_while_the_one_before_it_is_written(dsn: Dsn, m
         commit_all, begun = batch.commit_all, list[int]()
 
         def commit_slowly(
-            tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], now: datetime
+            tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], *args: Any, **named: Any
         ) -> Any:
             begun.extend(one.reservation_id for one in planned)
             if begun == ids:
                 second_planned.set()
             assert second_planned.wait(30)
-            return commit_all(tx, tools, pool_id, planned, now)
+            return commit_all(tx, tools, pool_id, planned, *args, **named)
 
         monkeypatch.setattr(batch, "commit_all", commit_slowly)
         await placement_reconciler(fleet.db, fleet.tools, worker_id="one", max_batch=2).reconcile("1")
@@ -237,10 +266,12 @@ async def test_a_batch_that_fails_ends_the_pass(dsn: Dsn, monkeypatch: Any, fail
         with monkeypatch.context() as patch:
             commit_all = batch.commit_all
 
-            def fail_second(tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], *args: Any) -> Any:
+            def fail_second(
+                tx: Tx, tools: LedgerTools, pool_id: int, planned: Sequence[Commitment], *args: Any, **named: Any
+            ) -> Any:
                 if planned[0].reservation_id == ids[1]:
                     raise failure
-                return commit_all(tx, tools, pool_id, planned, *args)
+                return commit_all(tx, tools, pool_id, planned, *args, **named)
 
             patch.setattr(batch, "commit_all", fail_second)
             if isinstance(failure, LockTimeout):

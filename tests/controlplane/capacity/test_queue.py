@@ -105,11 +105,11 @@ async def test_a_place_is_kept_once_however_often_its_batch_is_tried(dsn: Dsn, m
         large = await queue(fleet, 8, duration_s=HOUR)
         commit_all, attempts = batch.commit_all, list[int]()
 
-        def lose_twice(tx: Tx, *args: Any) -> Any:
+        def lose_twice(tx: Tx, *args: Any, **named: Any) -> Any:
             attempts.append(1)
             if len(attempts) < 3:
                 raise Contention("somebody was faster")
-            return commit_all(tx, *args)
+            return commit_all(tx, *args, **named)
 
         monkeypatch.setattr(batch, "commit_all", lose_twice)
         await run_pass(fleet)
@@ -227,11 +227,11 @@ async def test_tenants_share_the_gangs_that_keep_places(dsn: Dsn) -> None:
 async def test_a_tenant_is_passed_over_only_until_its_batch_is_tried_again(dsn: Dsn, monkeypatch: Any) -> None:
     commit_all, attempts = batch.commit_all, list[int]()
 
-    def lose_once(tx: Tx, *args: Any) -> Any:
+    def lose_once(tx: Tx, *args: Any, **named: Any) -> Any:
         attempts.append(1)
         if len(attempts) == 1:
             raise Contention("somebody was faster")
-        return commit_all(tx, *args)
+        return commit_all(tx, *args, **named)
 
     async with open_fleet(dsn, nodes=7) as fleet:
         gangs = await open_crowd(fleet)

@@ -466,3 +466,34 @@ async def test_memory_is_told_how_a_transaction_ended(scratch: str, *, fails: bo
         with pytest.raises(LookupError) if fails else nullcontext():
             await database.run_tx(change)
     assert told == [not fails]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_how_long_locks_are_held_counts_to_the_end_of_the_commit(scratch: str, *, fails: bool) -> None:
+    held: list[float] = []
+
+    def prepare(tx: Tx) -> None:
+        tx.execute(
+            "create function doze() returns trigger language plpgsql as"
+            " $$ begin perform pg_sleep(0.2); return new; end $$"
+        )
+        tx.execute(
+            "create constraint trigger doze after insert on entry deferrable initially deferred"
+            " for each row execute function doze()"
+        )
+
+    def change(tx: Tx) -> None:
+        tx.execute("select pg_sleep(1)")  # nothing is locked yet
+        tx.time_locks(held.append)
+        tx.execute("select pg_sleep(0.1)")
+        tx.time_locks(lambda _: pytest.fail("it counts from the first lock on"))
+        tx.execute(INSERT, (1, 1, "[0,1)"))
+        if fails:
+            raise LookupError
+
+    async with open_database(DatabaseConfig(scratch)) as database:
+        await database.run_tx(prepare)
+        with pytest.raises(LookupError) if fails else nullcontext():
+            await database.run_tx(change)
+    (seconds,) = held
+    assert (0.1 if fails else 0.3) <= seconds < 1
