@@ -154,6 +154,13 @@ def new_reservation(
     )
 
 
+def check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest, now: datetime) -> None:
+    """Raise Impossible for what the pool could not give if nobody had anything of it."""
+    impossible = call.context.tools.indexes.why_impossible(tx, pool_id, request, now)
+    if impossible is not None:
+        raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
+
+
 def _share(gpus: int, shape: Shape) -> int | None:
     """GPUs that a node must have to be large enough; None if the largest node decides."""
     if shape.whole_node and not gpus:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from controlplane.api import cursors, guards, resolve
 from controlplane.api.answers import RETRY_AFTER_MS
 from controlplane.api.calls import Drafted, Mutation, Outcome, Page, Read, Target
-from controlplane.api.groups.reservation_requests import new_reservation, resolve_asked
+from controlplane.api.groups.reservation_requests import check_possible, new_reservation, resolve_asked
 from controlplane.api.groups.reservation_structs import (
     CreateInput,
     EvictInput,
@@ -39,7 +39,7 @@ from controlplane.capacity.quota import window_of
 from controlplane.db import reservations, waiting
 from controlplane.db.queue import enqueue, schedule
 from controlplane.db.views import load_node_names
-from controlplane.errors import Conflict, Denied, Impossible, Invalid, QuotaExceeded, SoldOut, Unavailable
+from controlplane.errors import Conflict, Denied, Invalid, QuotaExceeded, SoldOut, Unavailable
 from controlplane.iam.port import Resource
 from controlplane.model.queueing import QUEUE_MAX, QUEUE_OF_ONE_MAX
 from controlplane.model.quotas import QuotaShort
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from controlplane.db.waiting import NewInQueue
     from controlplane.errors import ApiError
     from controlplane.model.planner import NoPlan
-    from controlplane.model.requests import PlacementRequest
 
 
 def _resource(row: Reservation) -> Resource:
@@ -137,7 +136,7 @@ def _admit(tx: Tx, call: Call, given: CreateInput, target: Target[Reservation]) 
         if ahead and not given.queue:
             raise SoldOut(f"{who_waits(ahead)}; wait with them")
         if ahead or _is_left_to_scheduler(call, given, row):
-            _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
+            check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
             _queue(tx, row, f"{NEW_IN_QUEUE}, {ahead} ahead" if ahead else NEW_IN_QUEUE)
         else:
             result = place(tx, call.context.tools, row, row.read_at)
@@ -151,19 +150,13 @@ def _is_left_to_scheduler(call: Call, given: CreateInput, row: Reservation) -> b
     return call.context.placer == "pool-lease" and row.nodes == 1 and given.queue
 
 
-def _check_possible(tx: Tx, call: Call, pool_id: int, request: PlacementRequest, now: datetime) -> None:
-    impossible = call.context.tools.indexes.why_impossible(tx, pool_id, request, now)
-    if impossible is not None:
-        raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
-
-
 def _wait_or_refuse(tx: Tx, call: Call, given: CreateInput, row: NewInQueue, short: NoPlan | QuotaShort) -> None:
     if isinstance(short, QuotaShort):
         if short.never or not given.queue:
             raise QuotaExceeded(short.detail, field=short.field)
         _queue(tx, row, short.detail)
     else:
-        _check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
+        check_possible(tx, call, row.pool_id, stored_request(row), row.read_at)
         if not given.queue:
             when = "" if short.earliest is None else f"; could start at {show_instant(short.earliest)}"
             raise SoldOut(f"{short.detail}{when}")
@@ -232,7 +225,7 @@ def _list(tx: Tx, call: Call, given: ReservationListInput) -> Page[ReservationVi
 def _preview(tx: Tx, call: Call, given: PreviewInput) -> PreviewOutput:
     resolved = resolve_asked(tx, call, given, start=given.start, duration_s=given.duration_s)
     now, pool_id = resolved.found.now, resolved.found.pool_id
-    _check_possible(tx, call, pool_id, resolved.request, now)
+    check_possible(tx, call, pool_id, resolved.request, now)
     found = look_ahead(
         tx, call.context.tools.indexes, pool_id, resolved.request, now, tenant_id=call.principal.tenant_id
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from controlplane.api import cursors, resolve
 from controlplane.api.calls import Mutation, Outcome, Page, Read, Target
-from controlplane.api.groups.reservation_requests import as_invalid, new_reservation, resolve_asked
+from controlplane.api.groups.reservation_requests import as_invalid, check_possible, new_reservation, resolve_asked
 from controlplane.api.groups.series_structs import (
     CancelSeries,
     CreateSeries,
@@ -39,7 +39,7 @@ from controlplane.db import outbox, reservations
 from controlplane.db import series as db_series
 from controlplane.db.time import load_now
 from controlplane.db.views import load_node_names
-from controlplane.errors import Impossible, QuotaExceeded, SoldOut
+from controlplane.errors import QuotaExceeded, SoldOut
 from controlplane.iam.port import Resource
 from controlplane.model.recurrence import expand
 from controlplane.model.requests import InvalidRequest
@@ -127,9 +127,7 @@ def _plan(
 ) -> list[Plan | Refused]:
     """Raises Impossible."""
     indexes, pool_id = call.context.tools.indexes, resolved.found.pool_id
-    impossible = indexes.why_impossible(tx, pool_id, resolved.request, now)
-    if impossible is not None:
-        raise Impossible(f"{impossible.field}: {impossible.detail}", field=impossible.field)
+    check_possible(tx, call, pool_id, resolved.request, now)
     return plan_windows(tx, indexes, pool_id, resolved.request, occurrences, limits=resolved.found.limits, now=now)
 
 
