@@ -101,28 +101,20 @@ def load_owners(tx: Tx, node_id: int, uuids: Sequence[str]) -> list[tuple[str, s
     ]
 
 
-def retire_devices(tx: Tx, device_ids: Sequence[int]) -> None:
-    """Take GPUs out of their slots, and their MIG instances: replaced, or gone with their node."""
+def retire_devices(tx: Tx, node_id: int, device_ids: Sequence[int] | None) -> None:
+    """Take GPUs of a node out of their slots, and their MIG instances; None is all of it."""
     tx.execute(
         """
         with gone as (
-          update device set retired_at = compute_now() where device_id = any(%(ids)s) and retired_at is null
+          update device set retired_at = compute_now()
+          where node_id = %(node)s and retired_at is null
+            and (%(ids)s::int4[] is null or device_id = any(%(ids)s::int4[]))
         )
-        update mig_instance set retired_at = compute_now() where device_id = any(%(ids)s) and retired_at is null
+        update mig_instance set retired_at = compute_now()
+        where node_id = %(node)s and retired_at is null
+          and (%(ids)s::int4[] is null or device_id = any(%(ids)s::int4[]))
         """,
-        {"ids": list(device_ids)},
-    )
-
-
-def retire_all(tx: Tx, node_id: int) -> None:
-    tx.execute(
-        """
-        with gone as (
-          update device set retired_at = compute_now() where node_id = %(node)s and retired_at is null
-        )
-        update mig_instance set retired_at = compute_now() where node_id = %(node)s and retired_at is null
-        """,
-        {"node": node_id},
+        {"node": node_id, "ids": None if device_ids is None else list(device_ids)},
     )
 
 

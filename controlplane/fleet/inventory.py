@@ -129,7 +129,7 @@ def _read(sections: Sequence[StoredSection]) -> Inventory:
 def _write_devices(tx: Tx, ids: IdSource, node_id: int, plan: DevicePlan) -> list[ConditionChange]:
     if plan.retired:
         # before their slots are taken: a slot has one live device at any moment
-        devices.retire_devices(tx, plan.retired)
+        devices.retire_devices(tx, node_id, plan.retired)
     if plan.added:
         try:
             devices.insert_devices(tx, node_id, [ids.new("dev") for _ in plan.added], plan.added)

@@ -35,7 +35,7 @@ GONE = "NODE_DECOMMISSIONED"
 
 def decommission(tx: Tx, node: LifecycleNode, *, reason: str, now: datetime) -> None:
     """Take a locked node out for good. The caller has seen that nobody has anything on it."""
-    devices.retire_all(tx, node.node_id)
+    devices.retire_devices(tx, node.node_id, None)
     nodes.clear_all_conditions(tx, node.node_id)
     nodes.mark_decommissioned(tx, node.node_id)
     certificates.revoke_authorization(tx, node.node_id, reason="decommissioned")

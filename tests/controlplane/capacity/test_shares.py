@@ -152,9 +152,10 @@ async def test_a_booking_of_a_part_leaves_a_gpu_that_is_not_healthy(dsn: Dsn) ->
 async def test_a_gpu_that_is_replaced_is_shared_as_the_old_one_was(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         await share(fleet, 2, 6)
-        known = await fleet.run(devices.load_known, fleet.nodes[0].node_id)
+        node_id = fleet.nodes[0].node_id
+        known = await fleet.run(devices.load_known, node_id)
         new = [replace(device.facts, uuid=f"GPU-new-{device.slot}") for device in known[2:4]]
-        await fleet.run(devices.retire_devices, [device.device_id for device in known[2:4]])
-        await fleet.run(devices.insert_devices, fleet.nodes[0].node_id, ["dev_new2", "dev_new3"], new)
+        await fleet.run(devices.retire_devices, node_id, [device.device_id for device in known[2:4]])
+        await fleet.run(devices.insert_devices, node_id, ["dev_new2", "dev_new3"], new)
         rows = fleet.execute("select uuid, time_slots from device where public_id like 'dev_new%%' order by slot")
         assert rows == [("GPU-new-2", 6), ("GPU-new-3", 1)]
