@@ -94,5 +94,5 @@ def _load_before(
     ids = order[: order.index(_LAST)]
     if len(ids) > AHEAD_MAX:
         return None
-    rows = {row.reservation_id: row for row in waiting.load_queued(tx, ids)}
+    rows = {row.reservation_id: row for row in waiting.load_queued(tx, pool_id, ids)}
     return [request_at(row, now) for id_ in ids if (row := rows.get(id_)) is not None and row.estimated_start]

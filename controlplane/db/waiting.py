@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 from controlplane.db.packed import pack
 from controlplane.db.reservations import COLUMNS, Reservation
@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from controlplane.db.tx import Tx
+
+
+_QUEUED: LiteralString = (
+    "select"
+    + COLUMNS
+    + """
+    from reservation r
+    where r.reservation_id = any(array(select unnest(string_to_array(%(ids)s, ';')::int8[])))
+      and r.pool_id = %(pool)s and r.state = 'queued'
+    order by r.reservation_id
+    """
+)
 
 
 def load_waiting(tx: Tx, pool_id: int, *, limit: int) -> list[Waiting]:
@@ -56,21 +68,14 @@ def load_holding(tx: Tx, pool_id: int) -> dict[int, int]:
     )
 
 
+def load_queued(tx: Tx, pool_id: int, ids: Sequence[int]) -> list[Reservation]:
+    """Those of these reservations that are queued for a pool, in id order."""
+    return tx.rows(Reservation, _QUEUED, {"pool": pool_id, "ids": pack(ids)})
+
+
 def lock_queued(tx: Tx, pool_id: int, ids: Sequence[int]) -> list[Reservation]:
-    """Claim those of these reservations that are queued for a pool, and that nobody is changing now."""
-    return tx.rows(
-        Reservation,
-        "select"
-        + COLUMNS
-        + """
-        from reservation r
-        where r.reservation_id = any(array(select unnest(string_to_array(%(ids)s, ';')::int8[])))
-          and r.pool_id = %(pool)s and r.state = 'queued'
-        order by r.reservation_id
-        for no key update skip locked
-        """,
-        {"pool": pool_id, "ids": pack(ids)},
-    )
+    """As `load_queued`, and claim them; those that somebody is changing now are left out."""
+    return tx.rows(Reservation, _QUEUED + "for no key update skip locked", {"pool": pool_id, "ids": pack(ids)})
 
 
 def is_waited_for(tx: Tx, pool_id: int) -> bool:
@@ -187,20 +192,6 @@ def load_queue(tx: Tx, pool_id: int) -> Queue:
     )
     assert queue is not None, "an aggregate has one row"
     return queue
-
-
-def load_queued(tx: Tx, ids: Sequence[int]) -> list[Reservation]:
-    """Those of these reservations that wait, in id order."""
-    return tx.rows(
-        Reservation,
-        "select"
-        + COLUMNS
-        + """
-        from reservation r where r.reservation_id = any(%(ids)s::int8[]) and r.state = 'queued'
-        order by r.reservation_id
-        """,
-        {"ids": list(ids)},
-    )
 
 
 def set_priority(tx: Tx, reservation_id: int, priority: int) -> bool:
