@@ -82,13 +82,25 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One pass: what was queued for it, with its ids, what it placed, and what ended after it."""
+    """One pass: what was queued for it, with its ids, how it went, and what ended after it."""
 
     sizes: list[int]
     queued: list[int]
-    spent: Spent
-    batches: list[Timed]
+    stretch: Stretch
     ended: list[int]
+
+
+def _add_up(rounds: Sequence[Stretch]) -> Stretch:
+    """What all rounds but the first took together.
+
+    The first loads the index, and follows the checkpoint in which copying ends, after which every page's first change
+    costs more.
+    """
+    timed = rounds[1:]
+    batches = [batch for one in timed for batch in one.batches]
+    if not batches:
+        raise NotMeasured("no reservation was placed")
+    return Stretch(sum((one.spent for one in timed), start=NOTHING), batches)
 
 
 class Level:
@@ -174,14 +186,12 @@ class Bench:
         async with open_copy(ledger, "unplaced") as copy:
             await copy.settle()
             limit = await self._commit_again(copy, fleet, rounds)
-        timed = rounds[1:]
-        spent = sum((done.spent for done in timed), start=NOTHING)
-        return Stretch(spent, [batch for done in timed for batch in done.batches]), limit
+        return _add_up([done.stretch for done in rounds]), _add_up(limit)
 
     def _draw_rounds(self, *, keep: bool) -> list[list[int]]:
         """Sizes of what is queued at once: everything, or so much that the fleet stays about as full as it is.
 
-        The first round is not timed: copying ends in a checkpoint, after which every page's first change costs more.
+        The first round is a warm-up.
         """
         warm = min(WARM_UP, self.parameters.placements)
         sizes = draw_sizes(random.Random(2), warm + self.parameters.placements)  # noqa: S311 - a pattern
@@ -195,7 +205,6 @@ class Bench:
         rounds: list[Round] = []
         waiting: dict[int, int] = {}
         async with ledger.open_as("bc_worker", pool_size=BATCHES_AT_ONCE) as database:
-            await database.run_tx(_load_index, tools, fleet.pool_id)
             for sizes in self._draw_rounds(keep=keep):
                 queued = await ledger.admin.run_tx(queue_reservations, ledger.writer.ids, fleet, sizes)
                 waiting |= zip(queued, sizes, strict=True)
@@ -207,19 +216,18 @@ class Bench:
                 spent = read_spent(ledger.postgres.pid) - before
                 placed = await ledger.admin.run_tx(_load_placed, sorted(waiting))
                 gpus = [(one, waiting.pop(one)) for one in placed]
-                rounds.append(Round(sizes, queued, spent, watched.batches, level.take(gpus) if level else []))
+                ended = level.take(gpus) if level else []
+                rounds.append(Round(sizes, queued, Stretch(spent, watched.batches), ended))
                 await ledger.admin.run_tx(release, rounds[-1].ended)
-        if not any(done.batches for done in rounds[1:]):
-            raise NotMeasured("no reservation was placed")
         return rounds
 
-    async def _commit_again(self, ledger: Ledger, fleet: SyntheticFleet, rounds: Sequence[Round]) -> Stretch:
+    async def _commit_again(self, ledger: Ledger, fleet: SyntheticFleet, rounds: Sequence[Round]) -> list[Stretch]:
         """Send what the placer has sent, as many batches at once, with the same reservations ending in between."""
-        total, batches = NOTHING, list[Timed]()
+        sent: list[Stretch] = []
         limiter = trio.CapacityLimiter(BATCHES_AT_ONCE)
         async with ledger.open_as("bc_worker", pool_size=BATCHES_AT_ONCE) as database:
 
-            async def send(batch: Timed) -> None:
+            async def send(batch: Timed, batches: list[Timed]) -> None:
                 async with limiter:
                     began = time.perf_counter()
                     await database.run_tx(replay, batch.statements)
@@ -227,19 +235,17 @@ class Bench:
                 batches.append(Timed(batch.placed, took_s, took_s))
 
             await database.run_tx(leases.acquire, f"placer:{fleet.pool_id}", WORKER, LEASE_S)
-            for number, done in enumerate(rounds):
-                if number == 1:
-                    total = NOTHING
-                    batches.clear()
+            for done in rounds:
                 queued = await ledger.admin.run_tx(queue_reservations, ledger.writer.ids, fleet, done.sizes)
                 assert queued == done.queued, "two copies count on from the same numbers"
+                batches: list[Timed] = []
                 before = read_spent(ledger.postgres.pid)
                 async with trio.open_nursery() as nursery:
-                    for batch in done.batches:
-                        nursery.start_soon(send, batch)
-                total += read_spent(ledger.postgres.pid) - before
+                    for batch in done.stretch.batches:
+                        nursery.start_soon(send, batch, batches)
+                sent.append(Stretch(read_spent(ledger.postgres.pid) - before, batches))
                 await ledger.admin.run_tx(release, done.ended)
-        return Stretch(total, batches)
+        return sent
 
     def _add(self, fill: str, placed: Stretch, limit: Stretch) -> None:
         def add(name: str, value: float) -> None:
@@ -262,11 +268,6 @@ class Bench:
         self.measured.statements["booking_statements"] = [
             Statement(each=1 / last.placed, query=" ".join(sent.text.split())) for sent in last.statements
         ]
-
-
-def _load_index(tx: Tx, tools: LedgerTools, pool_id: int) -> None:
-    """A placer has had its index for a long time."""
-    tools.indexes.nodes(tx, pool_id, load_now(tx))
 
 
 def _load_placed(tx: Tx, reservation_ids: Sequence[int]) -> list[int]:
