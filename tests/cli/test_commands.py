@@ -98,7 +98,7 @@ def test_tenants_projects_quotas_and_offerings(server: CommandServer, bcctl: Com
     assert ran.err.startswith("DENIED: ")
     assert "hint: the board is for operators; `bcctl pools capacity` shows what is free\n" in ran.err
     bcctl("reservations", "release", found["id"])
-    assert bcctl("offerings", "delete", "duo", "--query", "slug").value == "duo"
+    assert bcctl("offerings", "delete", "duo", "--yes", "--query", "slug").value == "duo"
     assert bcctl("quotas", "delete", quota, "--yes", "--query", "id").value == quota
     assert bcctl("projects", "delete", "vision", "--yes", "--query", "slug").value == "vision"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane.cli.commands import reserve
-from controlplane.cli.options import NounGroup, given, list_options, pass_session, tenant_option
+from controlplane.cli.options import NounGroup, confirm, given, list_options, pass_session, tenant_option, yes_option
 from controlplane.cli.render import Column
 from controlplane.cli.reservation_text import asked_of
 
@@ -99,9 +99,11 @@ def update(session: Session, *, offering: str, name: str, tenant: str | None) ->
 @command.command("delete")
 @click.argument("offering")
 @click.option("--tenant", help="Whose, if several tenants have one of this slug.")
+@yes_option
 @pass_session
-def delete(session: Session, *, offering: str, tenant: str | None) -> None:
+def delete(session: Session, *, offering: str, tenant: str | None, yes: bool) -> None:
     """Remove an offering; reservations made with it stay."""
+    confirm(f"Remove offering {offering} for good?", yes=yes)
     _show(session, session.change("offerings/delete", given(offering=offering, tenant=tenant)))
 
 
