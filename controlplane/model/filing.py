@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from controlplane.model.kinds import Kind, kind_of
+from controlplane.model.kinds import Kind, idle_kind, kind_of
 
 if TYPE_CHECKING:
     from controlplane.model.nodeview import NodeView
@@ -24,15 +24,27 @@ class Filed(NamedTuple):
         kind: what of it may be given out now.
         next_booking: the earliest start of a booking of a slot that is free now.
         scalars: vCPUs and memory that are not held, and the node's id.
-        idle_from: the end of the last booking.
         parts: as `_free_parts`.
     """
 
     kind: Kind
     next_booking: int
     scalars: tuple[int, int, int]
-    idle_from: int
     parts: dict[str, int]
+
+
+class FiledAhead(NamedTuple):
+    """The same node for requests that start later.
+
+    Attributes:
+        kind: what of it may be given out when nothing is booked.
+        idle: minus the end of the last booking, and the node's id.
+        days: as `_busy_days`.
+    """
+
+    kind: Kind
+    idle: tuple[int, int]
+    days: dict[int, int]
 
 
 def file_node(node: NodeView) -> Filed:
@@ -41,9 +53,13 @@ def file_node(node: NodeView) -> Filed:
         kind=kind,
         next_booking=node.next_booking(kind.free),
         scalars=(node.vcpus - node.vcpus_held, node.memory_mib - node.memory_mib_held, node.node_id),
-        idle_from=max((booked.end for booked in (*node.booked, *node.scalars_booked)), default=0),
         parts=_free_parts(node),
     )
+
+
+def file_ahead(node: NodeView) -> FiledAhead:
+    idle_from = max((booked.end for booked in (*node.booked, *node.scalars_booked)), default=0)
+    return FiledAhead(idle_kind(node), (-idle_from, node.node_id), _busy_days(node))
 
 
 def _free_parts(node: NodeView) -> dict[str, int]:
@@ -56,7 +72,7 @@ def _free_parts(node: NodeView) -> dict[str, int]:
     return free
 
 
-def busy_days(node: NodeView) -> dict[int, int]:
+def _busy_days(node: NodeView) -> dict[int, int]:
     """The days (since 1970) of the node's bookings, each with how many healthy slots are not booked at all on it.
 
     Days with none left are left out: nobody finds a GPU there without looking at the hours.

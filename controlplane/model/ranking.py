@@ -28,10 +28,10 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from controlplane.model.earliest import FirstStarts, find_earliest
-from controlplane.model.filing import DAY, EVER_AFTER, busy_days, file_node
+from controlplane.model.filing import DAY, EVER_AFTER, file_ahead, file_node
 from controlplane.model.fit import fit_node, request_window
 from controlplane.model.instants import to_datetime, to_end, to_instant
-from controlplane.model.kinds import Kind, RankedKind, Shape, idle_kind, kind_of, rank_kind
+from controlplane.model.kinds import Kind, RankedKind, Shape, kind_of, rank_kind
 from controlplane.model.planner import Plan, plan_nothing, plan_parts
 from controlplane.model.refusals import why_impossible
 from controlplane.model.taken import with_part, without_part
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
     from datetime import datetime
 
-    from controlplane.model.filing import Filed
+    from controlplane.model.filing import Filed, FiledAhead
     from controlplane.model.fit import Asked, Fit
     from controlplane.model.nodeview import NodeView
     from controlplane.model.planner import NoPlan
@@ -72,7 +72,6 @@ REFUSAL_LIFE: Final = 5_000_000
 # Parts of a rank that say how good the GPUs are, before best fit: sets touched, complete sets broken.
 _QUALITY: Final = slice(0, 2)
 _NOBODY: Final[frozenset[int]] = frozenset()
-_NO_DAYS: Final[dict[int, int]] = {}
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -91,13 +90,13 @@ class NodeRanking:
         self._ranked: dict[Shape, list[RankedKind]] = {}
         # For each number of free GPUs: (free vCPUs, free memory, node id), ascending.
         self._scalars: dict[int, list[tuple[int, int, int]]] = {}
+        # Nodes for requests that start later. More than half of what filing a node takes, so nobody does it for a pool
+        # that nobody books ahead; None until somebody does.
+        self._ahead: dict[int, FiledAhead] | None = None
         # Of healthy slots and sets: (minus the end of the last booking, node id), ascending.
         self._idle: dict[Kind, list[tuple[int, int]]] = {}
-        # Of each day (`EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending; and the same by
-        # node. Half of what filing a node takes, so nobody does it for a pool that nobody books ahead.
+        # Of each day (`EVER_AFTER`: open-ended): (healthy slots not booked on it, node id), ascending.
         self._busy: dict[int, list[tuple[int, int]]] = {}
-        self._days: dict[int, dict[int, int]] = {}
-        self._is_asked_for_later = False
         # Of each class of parts: (how many are not held, node id), ascending.
         self._parts: dict[str, list[tuple[int, int]]] = {}
         self._refused: dict[Hashable, tuple[int, NoPlan]] = {}
@@ -154,9 +153,8 @@ class NodeRanking:
             self._rank_new(filed.kind)
         insort(self._now[filed.kind], (filed.next_booking, node_id))
         insort(self._scalars.setdefault(filed.kind.free.bit_count(), []), filed.scalars)
-        insort(self._idle.setdefault(idle_kind(node), []), (-filed.idle_from, node_id))
-        if self._is_asked_for_later:
-            self._file_days(node)
+        if self._ahead is not None:
+            self._ahead[node_id] = self._file_ahead(node)
         for device_class, count in filed.parts.items():
             insort(self._parts.setdefault(device_class, []), (count, node_id))
 
@@ -167,19 +165,23 @@ class NodeRanking:
         kind = filed.kind
         _take_out(self._now[kind], (filed.next_booking, node_id))
         _take_out(self._scalars[kind.free.bit_count()], filed.scalars)
-        _take_out(self._idle[idle_kind(self._nodes[node_id])], (-filed.idle_from, node_id))
-        for day, left in self._days.pop(node_id, _NO_DAYS).items():
-            nodes = self._busy[day]
-            _take_out(nodes, (left, node_id))
-            if not nodes:
-                del self._busy[day]
+        if self._ahead is not None:
+            ahead = self._ahead.pop(node_id)
+            _take_out(self._idle[ahead.kind], ahead.idle)
+            for day, left in ahead.days.items():
+                nodes = self._busy[day]
+                _take_out(nodes, (left, node_id))
+                if not nodes:
+                    del self._busy[day]
         for device_class, count in filed.parts.items():
             _take_out(self._parts[device_class], (count, node_id))
 
-    def _file_days(self, node: NodeView) -> None:
-        days = self._days[node.node_id] = busy_days(node)
-        for day, left in days.items():
+    def _file_ahead(self, node: NodeView) -> FiledAhead:
+        ahead = file_ahead(node)
+        insort(self._idle.setdefault(ahead.kind, []), ahead.idle)
+        for day, left in ahead.days.items():
             insort(self._busy.setdefault(day, []), (left, node.node_id))
+        return ahead
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -408,6 +410,8 @@ class NodeRanking:
         if not request.gpus_per_node:
             yield from sorted(islice(self._by_scalars(request, asked), BUSY_FITS_MAX + request.nodes), key=_rank_of)
             return
+        if self._ahead is None:
+            self._ahead = {node_id: self._file_ahead(self._nodes[node_id]) for node_id in self._filed}
         fits = [] if request.whole_node else self._busy_fits(request, asked)
         enough = request.nodes + spare
         for ranked in self._rank(request, idle=True):
@@ -428,10 +432,6 @@ class NodeRanking:
         yield from sorted(fits, key=_rank_of)
 
     def _busy_fits(self, request: PlacementRequest, asked: Asked) -> list[Fit]:
-        if not self._is_asked_for_later:
-            self._is_asked_for_later = True
-            for node_id in self._filed:
-                self._file_days(self._nodes[node_id])
         fits: dict[int, Fit] = {}
         looks = 0
         for day in (asked.start // DAY, EVER_AFTER):
