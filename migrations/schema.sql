@@ -69,7 +69,15 @@ CREATE FUNCTION public.charged_gpus(p_nodes smallint, p_gpus_per_node smallint, 
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     AS $$
   select p_nodes::int8 * p_gpus_per_node
-       + (p_nodes * coalesce(sum(split_part(part, '=', 2)::int8
+         + case when p_parts = '{}' then 0 else charged_gpus_of_parts(p_nodes, p_parts) end
+$$;
+
+-- function charged_gpus_of_parts(smallint, text[])
+
+CREATE FUNCTION public.charged_gpus_of_parts(p_nodes smallint, p_parts text[]) RETURNS bigint
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    AS $$
+  select (p_nodes * coalesce(sum(split_part(part, '=', 2)::int8
                                  * case when part like 'mig.%' then split_part(split_part(part, '=', 1), '/', 2)::int8
                                         else 48 / split_part(split_part(part, '=', 1), '/', 2)::int8 end), 0)::int8
           + 47) / 48
@@ -2500,6 +2508,11 @@ GRANT USAGE ON SCHEMA public TO bc_gateway;
 
 GRANT ALL ON FUNCTION public.charged_gpus(p_nodes smallint, p_gpus_per_node smallint, p_parts text[]) TO bc_api;
 GRANT ALL ON FUNCTION public.charged_gpus(p_nodes smallint, p_gpus_per_node smallint, p_parts text[]) TO bc_worker;
+
+-- acl FUNCTION charged_gpus_of_parts(p_nodes smallint, p_parts text[])
+
+GRANT ALL ON FUNCTION public.charged_gpus_of_parts(p_nodes smallint, p_parts text[]) TO bc_api;
+GRANT ALL ON FUNCTION public.charged_gpus_of_parts(p_nodes smallint, p_parts text[]) TO bc_worker;
 
 -- acl FUNCTION compute_drop_months(p_parent text, p_keep_months integer)
 
