@@ -13,7 +13,7 @@ from controlplane.capacity import windows
 from controlplane.capacity.place import Placed
 from controlplane.capacity.quota import open_due_periods
 from controlplane.db import checks, reservations
-from controlplane.db.quota_records import Terms, find_quota, insert_quota, update_quota
+from controlplane.db.quota_records import Key, Terms, find_quota, insert_quota, update_quota
 from controlplane.db.time import load_now
 from controlplane.db.tx import CheckConflict, Tx
 from controlplane.errors import QuotaExceeded
@@ -41,15 +41,8 @@ async def set_hours(fleet: LedgerFleet, tenant_id: int, most: int, period: Perio
         gpu_hours_max=most,
         hours_period=period,
     )
-    await fleet.run(
-        insert_quota,
-        public_id=f"quo_{tenant_id}",
-        tenant_id=tenant_id,
-        project_id=None,
-        pool_id=None,
-        gpu_model=None,
-        terms=terms,
-    )
+    key = Key(tenant_id, project_id=None, pool_id=None, gpu_model=None)
+    await fleet.run(insert_quota, key, public_id=f"quo_{tenant_id}", terms=terms)
 
 
 def charged(fleet: LedgerFleet, tenant_id: int = 1) -> dict[str, float]:
