@@ -128,8 +128,10 @@ class _Run:
         outcome = self.method.perform(tx, self.call, self.typed, target)
         resource, tenant_id = outcome.resource_id or target.resource.id, target.resource.tenant_id
         detail = {"input": input_detail(self.typed), **outcome.detail}
+        # why, in the words of who asked, where a method takes that
+        reason = getattr(self.typed, "reason", "")
         if key is None:
-            self.audit(tx, "allow", resource=resource, tenant_id=tenant_id, detail=detail)
+            self.audit(tx, "allow", resource=resource, tenant_id=tenant_id, reason=reason, detail=detail)
         elif not audit.record_outcome(
             tx,
             key,
@@ -137,6 +139,7 @@ class _Run:
             action=self.method.action,
             resource=resource,
             tenant_id=tenant_id,
+            reason=reason,
             request_id=self.call.request_id,
             detail={"method": self.method.path, **detail},
         ):

@@ -66,6 +66,7 @@ def record(
         decision: ``deny`` is the IAM's no; ``refuse`` is ours (a used token, a state that forbids it).
         resource: public id of the thing.
         tenant_id: whose log it belongs to; None is the operators'.
+        reason: why it was refused, or why whoever asked says that it must be.
         detail: JSON types, datetimes allowed.
     """
     tx.execute(
@@ -95,6 +96,7 @@ def record_outcome(
     action: str,
     resource: str,
     tenant_id: int | None,
+    reason: str,
     request_id: str,
     detail: Mapping[str, object],
 ) -> bool:
@@ -110,8 +112,9 @@ def record_outcome(
           where principal = %(principal)s and method = %(method)s and key = %(key)s and status is null
           returning principal
         )
-        insert into audit_event (principal, action, decision, resource, tenant_id, request_id, detail)
-        select principal, %(action)s, 'allow', %(resource)s, %(tenant_id)s, %(request_id)s, %(detail)s::jsonb
+        insert into audit_event (principal, action, decision, resource, tenant_id, reason, request_id, detail)
+        select principal, %(action)s, 'allow', %(resource)s, %(tenant_id)s, %(reason)s, %(request_id)s,
+               %(detail)s::jsonb
         from finished
         """,
         {
@@ -122,6 +125,7 @@ def record_outcome(
             "action": action,
             "resource": resource,
             "tenant_id": tenant_id,
+            "reason": reason,
             "request_id": request_id,
             "detail": msgspec.json.encode(detail).decode(),
         },

@@ -3,7 +3,8 @@
 Both are operators' acts. A node that holds nothing and has nothing to come simply goes: its key is
 revoked, its GPUs are retired, its commands end. A node that will not come back goes by force: what
 runs on it ends with the cause `node_decommissioned`, and its holds are released with the evidence
-`forced` and the operator's name. What was to begin on it keeps its other nodes, and repair moves it.
+`forced` and the operator's name, and their holders read the operator's reason. What was to begin on it keeps its
+other nodes, and repair moves it.
 
 A forced release is never made against a node that is connected: it can speak for itself, and a job
 may be running there.
@@ -49,8 +50,13 @@ def decommission(tx: Tx, node: LifecycleNode, *, reason: str, now: datetime) -> 
     wake_booked(tx, node.node_id)
 
 
-def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now: datetime) -> None:
+def clear_node(
+    tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, reason: str, now: datetime
+) -> tuple[list[str], list[str]]:
     """Let go of everything that a node holds, as an operator's act. What was to begin on it stays booked, to be moved.
+
+    Returns:
+        The reservations that lost what they held there, and those that were to begin there.
 
     Raises:
         Contended: somebody placed something on it meanwhile; nothing may be kept of this transaction.
@@ -63,11 +69,12 @@ def clear_node(tx: Tx, tools: LedgerTools, node_id: int, *, principal: str, now:
     ]
     open_quotas(tx, found)
     ledger.lock_nodes(tx, [node_id, *ledger.load_nodes_held(tx, [row.reservation_id for row in found])])
-    for reservation in found:
-        if reservation.state != "placed":
-            force_release(tx, tools, reservation, node_id, principal=principal, now=now, cause="node_decommissioned")
+    holding = [row for row in found if row.state != "placed"]
+    for row in holding:
+        force_release(tx, tools, row, node_id, principal=principal, reason=reason, now=now, cause="node_decommissioned")
     if any(holder.state != "placed" for holder in nodes.load_holders(tx, node_id)):
         raise Contended("node")
+    return [row.public_id for row in holding], [row.public_id for row in found if row.state == "placed"]
 
 
 def force_release(
@@ -77,6 +84,7 @@ def force_release(
     node_id: int,
     *,
     principal: str,
+    reason: str,
     now: datetime,
     cause: EndCause = "evicted_by_operator",
 ) -> int:
@@ -89,7 +97,7 @@ def force_release(
     open_quotas(tx, [reservation])
     holds = ledger.load_allocations(tx, reservation.reservation_id, open_only=True)
     if any(hold.node_id == node_id and hold.state in ("binding", "bound") for hold in holds):
-        ending.end(tx, tools, reservation, now, cause=cause, detail=f"by {principal}")
+        ending.end(tx, tools, reservation, now, cause=cause, detail=reason)
     released = 0
     for hold in holds:
         if hold.node_id == node_id and ledger.mark_released_forced(

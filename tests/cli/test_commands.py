@@ -296,9 +296,12 @@ def test_a_node_that_will_not_come_back(server: CommandServer, bcctl: CommandLin
     assert ran.err.startswith("CONFLICT: ")
     server.execute("update node set connectivity = 'unreachable' where name = 'node-0'")
     assert bcctl("nodes", "decommission", "node-0", "--yes").status == 1
+    assert "--reason: with --force, say why" in bcctl("nodes", "decommission", "node-0", "--force", "--yes").err
     gone = bcctl("nodes", "decommission", "node-0", "--force", "--reason", "burnt", "--yes", "--query", "released")
     assert gone.value == rsv
     assert bcctl("reservations", "get", rsv, "--query", "parts[0].release_evidence").value == "forced"
+    assert "node_decommissioned: burnt" in bcctl("reservations", "get", rsv).value
+    assert rows(bcctl("audit", "list", "--action", "node.force_decommission").value)[0][-1] == "burnt"
     assert rows(bcctl("allocations", "list", "--released").value)[0][:2] == [hold, "released"]
 
 

@@ -58,7 +58,7 @@ class ListAllocations(ListInput, frozen=True, kw_only=True):
 
 class ForceRelease(Idempotent, frozen=True, kw_only=True):
     id: Ref
-    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=500, description="Audited.")]
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=500, description="Told to the holder, and audited.")]
 
 
 def _shown(row: AllocationRow) -> Allocation:
@@ -128,6 +128,7 @@ def _force(tx: Tx, call: Call, typed: ForceRelease, target: Target[AllocationRow
         reservation,
         row.node_id,
         principal=call.principal.id,
+        reason=typed.reason,
         now=load_now(tx),
     )
     # under the node's lock, which the release took
@@ -137,7 +138,7 @@ def _force(tx: Tx, call: Call, typed: ForceRelease, target: Target[AllocationRow
             f"id: {row.node_name} is connected and can let go itself: evict {row.reservation}, and it will",
             field="id",
         )
-    return Outcome(_shown(_find(tx, call, row.public_id)), detail={"reason": typed.reason})
+    return Outcome(_shown(_find(tx, call, row.public_id)))
 
 
 METHODS = (

@@ -67,6 +67,11 @@ class NodeActWithReason(Idempotent, frozen=True, kw_only=True):
     reason: Reason = ""
 
 
+class ForceDecommission(Idempotent, frozen=True, kw_only=True):
+    node: Ref
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=500, description="Told to the holders, and audited.")]
+
+
 class UpdateNode(Idempotent, frozen=True, kw_only=True):
     node: Ref
     name: NodeName | None = None
@@ -90,11 +95,15 @@ class LabelNode(Idempotent, frozen=True, kw_only=True):
 
 
 class Gone(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that was removed, and the reservations that lost what they had on it."""
+    """A node that was removed."""
 
     id: str
     name: str
-    released: list[str]
+    released: Annotated[list[str], msgspec.Meta(description="Reservations that lost what they held on it.")]
+    to_move: Annotated[
+        list[str],
+        msgspec.Meta(description="Reservations that were to begin on it, and begin on others if these have room."),
+    ]
 
 
 # --- reading ---------------------------------------------------------------------------------
@@ -140,7 +149,9 @@ def _read_selector(texts: Sequence[str]) -> Selector:
 # --- acts ------------------------------------------------------------------------------------
 
 
-def _load(tx: Tx, call: Call, typed: NodeAct | NodeActWithReason | UpdateNode | LabelNode) -> Target[NodeRow]:
+def _load(
+    tx: Tx, call: Call, typed: NodeAct | NodeActWithReason | ForceDecommission | UpdateNode | LabelNode
+) -> Target[NodeRow]:
     row = resolve.find_node(tx, call, typed.node)
     return Target(Resource(id=row.public_id, tenant_id=None, attributes={"name": row.name, "pool": row.pool_slug}), row)
 
@@ -270,25 +281,26 @@ def _decommission(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[N
         )
         raise Conflict(f"node: {node.name} still has {move.count_holders(holders)}; {fix}", field="node")
     retire.decommission(tx, node, reason=typed.reason, now=load_now(tx))
-    return Outcome(Gone(id=node.public_id, name=node.name, released=[]))
+    return Outcome(Gone(id=node.public_id, name=node.name, released=[], to_move=[]))
 
 
-def _force(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[NodeRow]) -> Outcome[Gone]:
+def _force(tx: Tx, call: Call, typed: ForceDecommission, target: Target[NodeRow]) -> Outcome[Gone]:
     row = target.row
-    holders = [holder.public_id for holder in nodes.load_holders(tx, row.node_id)]
     tools = call.context.tools
     now = load_now(tx)
-    retire.clear_node(tx, tools, row.node_id, principal=call.principal.id, now=now)
+    released, to_move = retire.clear_node(
+        tx, tools, row.node_id, principal=call.principal.id, reason=typed.reason, now=now
+    )
     node = _lock(tx, row)
-    if holders and node.connectivity == "connected":
+    if (holders := len(released) + len(to_move)) and node.connectivity == "connected":
         raise Conflict(
-            f"node: {node.name} is connected and holds {len(holders)} reservations; drain it,"
+            f"node: {node.name} is connected and holds {holders} reservations; drain it,"
             " or stop its agent if it cannot be drained",
             field="node",
         )
     retire.decommission(tx, node, reason=typed.reason, now=now)
-    gone = Gone(id=node.public_id, name=node.name, released=holders)
-    return Outcome(gone, detail={"released": holders})
+    gone = Gone(id=node.public_id, name=node.name, released=released, to_move=to_move)
+    return Outcome(gone, detail={"released": released, "to_move": to_move})
 
 
 METHODS = (
@@ -414,7 +426,7 @@ METHODS = (
         group="nodes",
         name="forceDecommission",
         action="node.force_decommission",
-        input=NodeActWithReason,
+        input=ForceDecommission,
         output=Gone,
         summary="Remove a node that will not come back, and let go of what it holds without its word.",
         load=_load,

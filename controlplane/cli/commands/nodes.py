@@ -225,8 +225,10 @@ def decommission(session: Session, *, node: str, force: bool, reason: str | None
     """Remove a node for good.
 
     With --force its reservations end although the machine may still run their work. Do that only to a machine
-    that is off, or that nobody can reach any more.
+    that is off, or that nobody can reach any more. Their holders are told the --reason, without which it is refused.
     """
+    if force and not reason:
+        raise click.UsageError("--reason: with --force, say why: the holders are told, and it is audited")
     if force:
         confirm(f"Remove {node} and end every reservation on it? Its GPUs may still be in use.", yes=yes)
     else:

@@ -220,7 +220,7 @@ async def test_an_idle_node_is_decommissioned(dsn: Dsn, tmp_path: Path) -> None:
             second["id"],
         )
         gone = await api.ok("nodes/decommission", node=machine.name, reason="sold")
-        assert gone == {"id": machine.public_id, "name": machine.name, "released": []}
+        assert gone == {"id": machine.public_id, "name": machine.name, "released": [], "to_move": []}
         states = [(await api.ok("commands/get", id=made["id"]))["state"] for made in (first, second)]
         assert states == ["cancelled", "indeterminate"]
         assert (await api.ok("nodes/list"))["items"] == []
@@ -239,12 +239,17 @@ async def test_a_node_with_holds_stays(dsn: Dsn) -> None:
         assert held.public_id in refused.message
         assert "drain" in refused.message
         # one that can speak for itself is not forced either
-        assert (await api.call("nodes/forceDecommission", node="node-0")).code == "CONFLICT"
+        assert (await api.call("nodes/forceDecommission", node="node-0", reason="x")).code == "CONFLICT"
         assert (await fleet.load(held.reservation_id)).state == "binding"
         assert fleet.execute("select provision_state from node") == [("adopted",)]
         unreachable(fleet)
         refused = await api.call("nodes/decommission", node="node-0")
         assert "forceDecommission" in refused.message
+        # somebody says why
+        silent = await api.call("nodes/forceDecommission", node="node-0")
+        empty = await api.call("nodes/forceDecommission", node="node-0", reason="")
+        assert [(refused.code, refused.field) for refused in (silent, empty)] == [("INVALID", "reason")] * 2
+        assert (await fleet.load(held.reservation_id)).state == "binding"
 
 
 async def test_a_node_that_will_not_come_back(dsn: Dsn) -> None:
@@ -261,13 +266,15 @@ async def test_a_node_that_will_not_come_back(dsn: Dsn) -> None:
         other = next(node for node in fleet.nodes if node.node_id != hold.node_id)
         fleet.execute("update node set connectivity = 'unreachable' where node_id = %s", dead.node_id)
         gone = await api.ok("nodes/forceDecommission", node=dead.public_id, reason="burnt down")
-        assert sorted(gone["released"]) == sorted([gang.public_id, future.public_id, ending.public_id])
+        assert sorted(gone["released"]) == sorted([gang.public_id, ending.public_id])
+        assert gone["to_move"] == [future.public_id]
         states = [(await fleet.load(each.reservation_id)).state for each in (gang, future, ending)]
         # what was to begin keeps its other node, and is moved as soon as there is one for this part
         assert states == ["releasing", "placed", "released"]
         assert ("reservation", str(future.reservation_id)) in queued(fleet)
         assert "the node is decommissioned" in (await fleet.step(future)).impaired_reason
-        assert (await fleet.load(gang.reservation_id)).end_cause == "node_decommissioned"
+        ended = await fleet.load(gang.reservation_id)
+        assert (ended.end_cause, ended.end_detail) == ("node_decommissioned", "burnt down")
         holds = {held.node_id: held for held in await fleet.holds(gang)}
         assert (holds[dead.node_id].release_evidence, holds[dead.node_id].forced_by is None) == ("forced", False)
         assert holds[other.node_id].released_at is None
@@ -278,8 +285,8 @@ async def test_a_node_that_will_not_come_back(dsn: Dsn) -> None:
         await fleet.released(gang)
         assert (await fleet.load(gang.reservation_id)).state == "released"
         fleet.assert_sound()
-        audit = await api.ok("audit/list", action="node.force_decommission")
-        assert audit["items"][0]["detail"]["released"] == gone["released"]
+        (audited,) = (await api.ok("audit/list", action="node.force_decommission"))["items"]
+        assert (audited["reason"], audited["detail"]["released"]) == ("burnt down", gone["released"])
 
 
 async def test_a_forced_release_of_one_hold(dsn: Dsn) -> None:
@@ -295,6 +302,9 @@ async def test_a_forced_release_of_one_hold(dsn: Dsn) -> None:
         assert (released["state"], released["release_evidence"]) == ("released", "forced")
         after = await fleet.load(held.reservation_id)
         assert (after.state, after.end_cause) == ("released", "evicted_by_operator")
+        assert after.end_detail == "node is on fire"
+        (audited,) = (await api.ok("audit/list", action="allocation.force_release", decision="allow"))["items"]
+        assert audited["reason"] == "node is on fire"
         assert (await api.call("allocations/forceRelease", id=hold.public_id, reason="x")).code == "CONFLICT"
         assert (await api.ok("allocations/list", held=True))["items"] == []
         assert len((await api.ok("allocations/list", reservation=held.public_id))["items"]) == 1

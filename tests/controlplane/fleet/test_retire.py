@@ -26,7 +26,7 @@ def check(fleet: LedgerFleet) -> None:
 async def force_out(fleet: LedgerFleet, node: FleetNode) -> None:
     def run(tx: Tx) -> None:
         now = load_now(tx)
-        retire.clear_node(tx, fleet.tools, node.node_id, principal="usr_op", now=now)
+        retire.clear_node(tx, fleet.tools, node.node_id, principal="usr_op", reason="burnt", now=now)
         locked = nodes.lock_lifecycle(tx, node.node_id)
         assert locked is not None
         retire.decommission(tx, locked, reason="burnt", now=now)
