@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from controlplane.db.embedded_children import run_apart
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -117,9 +119,6 @@ def _has_btree_gist(bindir: Path) -> bool:
 
 def _output_of(program: Path, argument: str) -> str:
     try:
-        done = subprocess.run(  # noqa: S603 - programs of an installation, no input of others
-            [program, argument], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
-        )
+        return run_apart([str(program), argument], timeout_s=PROBE_TIMEOUT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout

@@ -48,6 +48,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from controlplane.db.binaries import BINDIR_VARIABLE, Binaries, NoBinariesError, find_binaries
+from controlplane.db.embedded_children import INTERRUPTED, run_apart
 from controlplane.db.embedded_settings import server_settings
 from controlplane.db.embedded_state import (
     POLL_S,
@@ -331,7 +332,8 @@ class EmbeddedPostgres:
             if self._wait_ready(self._process, check):
                 return
             said = _tail(log_path, offset)
-            if _LEFTOVER_BACKENDS not in said or time.monotonic() > give_up:
+            again = _LEFTOVER_BACKENDS in said or self._process.returncode == INTERRUPTED
+            if not again or time.monotonic() > give_up:
                 raise self._explain(f"postgres ended with {self._process.returncode}: {said.strip()}", said)
             check()
             time.sleep(LEFTOVER_BACKENDS_PAUSE_S)
@@ -393,16 +395,7 @@ class EmbeddedPostgres:
         return self._run(bindir / "postgres", "--version").returncode == 0
 
     def _run(self, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(  # noqa: S603 - programs of the installation, and test(1)
-            self._command(program, *arguments),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=START_TIMEOUT_S,
-            cwd="/",
-            env=_ENVIRONMENT,
-            start_new_session=True,
-        )
+        return run_apart(self._command(program, *arguments), timeout_s=START_TIMEOUT_S, env=_ENVIRONMENT)
 
     def _command(self, program: Path, *arguments: str) -> list[str]:
         user = f"{self._user.uid}:{self._user.gid}" if self._user else "-"

@@ -282,6 +282,23 @@ def test_versions_are_understood(place: Path, monkeypatch: pytest.MonkeyPatch, v
     assert find_binaries().major == int(version[:2])
 
 
+def test_a_ctrl_c_that_reaches_a_child_before_its_session_is_not_its_end(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner hears it, too; what it does then is not to say that a directory cannot be entered."""
+    real, once = find_binaries().bindir, place / "once"
+    once.mkdir()
+    once.chmod(0o777)
+    bindir = fake_installation(place, "18.6")
+    for name in ("postgres", "initdb"):
+        first = f"mkdir {once}/{name}-$1 2>/dev/null"
+        (bindir / name).write_text(f'#!/bin/sh\nif {first}; then kill -INT $$; sleep 60; fi\nexec {real}/{name} "$@"\n')
+    monkeypatch.setenv(BINDIR_VARIABLE, str(bindir))
+    with small(place / "state") as server:
+        assert value(server.dsn(), "select 7") == 7
+    assert {path.name for path in once.iterdir()} >= {"postgres---version", "postgres--D", "initdb--D"}
+
+
 def test_a_full_disk_while_the_cluster_is_made(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complain = "echo 'initdb: error: could not write to file: No space left on device' >&2; exit 1"
     monkeypatch.setenv(BINDIR_VARIABLE, str(fake_installation(place, "18.6", initdb=complain)))
