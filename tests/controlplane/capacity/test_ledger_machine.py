@@ -265,7 +265,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
         def release(tx: Tx, row: Reservation, now: datetime) -> int:
             return retire.force_release(
-                tx, self.fleet.tools, row, self.fleet.nodes[node].node_id, principal="usr_test", now=now
+                tx, self.fleet.tools, row, self.fleet.nodes[node].node_id, principal="usr_test", reason="burnt", now=now
             )
 
         if any(hold.node_id == self.fleet.nodes[node].node_id for hold in self._open(reservation)):
@@ -280,7 +280,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
         def clear(tx: Tx) -> None:
             retire.clear_node(
-                tx, self.fleet.tools, self.fleet.nodes[node].node_id, principal="usr_test", now=load_now(tx)
+                tx,
+                self.fleet.tools,
+                self.fleet.nodes[node].node_id,
+                principal="usr_test",
+                reason="burnt",
+                now=load_now(tx),
             )
 
         self.run(clear)

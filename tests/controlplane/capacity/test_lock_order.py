@@ -37,11 +37,13 @@ def _place(tx: Tx, fleet: LedgerFleet, reservation_id: int) -> object:
 def _force(tx: Tx, fleet: LedgerFleet, reservation_id: int, node_id: int) -> object:
     reservation = reservations.lock_reservation(tx, reservation_id)
     assert reservation is not None
-    return retire.force_release(tx, fleet.tools, reservation, node_id, principal="usr_test", now=load_now(tx))
+    return retire.force_release(
+        tx, fleet.tools, reservation, node_id, principal="usr_test", reason="burnt", now=load_now(tx)
+    )
 
 
 def _clear(tx: Tx, fleet: LedgerFleet, node_id: int) -> object:
-    return retire.clear_node(tx, fleet.tools, node_id, principal="usr_test", now=load_now(tx))
+    return retire.clear_node(tx, fleet.tools, node_id, principal="usr_test", reason="burnt", now=load_now(tx))
 
 
 async def _prepare(fleet: LedgerFleet, what: str) -> Callable[[], Awaitable[object]]:
