@@ -55,6 +55,11 @@ class Inspection:
         """The nodes of the broken parts."""
         return frozenset(fault.node_id for fault in self.faults)
 
+    @property
+    def draining(self) -> frozenset[int]:
+        """The nodes that wait for it to be gone: no fault of what runs there, and its holder may want to move."""
+        return frozenset(part.node.node_id for part in self.parts if part.node.draining)
+
 
 def inspect(tx: Tx, reservation: Reservation, now: datetime) -> Inspection:
     """Look at what a booked reservation has of its nodes."""
@@ -95,14 +100,15 @@ def tell_moved(
     """Publish that the parts on `going` are where the plan says now, and what is still broken."""
     after = inspect(tx, reservation, now)
     name_of = {part.node.node_id: part.node.name for part in (*before.parts, *after.parts)}
-    faults = [fault for fault in before.faults if fault.node_id in going]
+    reasons = [str(fault) for fault in before.faults if fault.node_id in going]
+    reasons = reasons or [f"{name_of[node]}: the node is draining" for node in going if node in before.draining]
     announce(
         tx,
         reservation,
         "moved",
         moved_from=[name_of[node] for node in going],
         moved_to=[name_of[part.node_id] for part in plan.parts],
-        reason="; ".join(map(str, faults[:FAULTS_TOLD])) or "a hold that should have ended was in the way",
+        reason="; ".join(reasons[:FAULTS_TOLD]) or "a hold that should have ended was in the way",
     )
     tell(tx, reservation, after.faults)
 

@@ -1,5 +1,8 @@
 """Replaces the broken parts of a reservation that runs, because its holder asked for it.
 
+Where nothing is broken, those on nodes that are being drained are replaced: an operator waits for them to go, and only
+the holder can say that they may. Both at once are not: what is broken must not wait for room for what is well.
+
 Its broken holds are ended by tombstone and stay held until their nodes sign or an operator forces them; new parts are
 booked and bound on other nodes in what is left of the window; the parts that are well stay where they are. All of it is
 one transaction, so that without room for every broken part nothing changes.
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def replace_broken(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -> Conflict | SoldOut | None:
-    """Replace the broken parts of a locked `binding` or `active` reservation.
+    """Replace the broken parts of a locked `binding` or `active` reservation, or if there are none the draining ones.
 
     Returns:
         The refusal if that cannot be; then, too, nothing may be kept of this transaction.
@@ -50,51 +53,51 @@ def replace_broken(tx: Tx, tools: LedgerTools, reservation: Reservation, now: da
     if reservation.window_end is not None and reservation.window_end <= now:
         return Conflict(f"reservation {reservation.public_id} has reached its end; make a new one")
     found = inspect(tx, reservation, now)
-    broken = sorted(found.broken)
-    if not broken:
-        return Conflict(f"reservation {reservation.public_id}: nothing of it is broken")
+    going = sorted(found.broken or found.draining)
+    if not going:
+        return Conflict(f"reservation {reservation.public_id}: nothing of it is broken, and no node of it is draining")
     # its own bookings are in nobody's way, least of all its own; a refusal takes this back with the transaction
-    ledger.close_bookings(tx, reservation.reservation_id, on_nodes=broken, used_until=now)
-    plan = _plan(tx, tools, reservation, found, broken, now=now)
+    ledger.close_bookings(tx, reservation.reservation_id, on_nodes=going, used_until=now)
+    plan = _plan(tx, tools, reservation, found, going, now=now)
     if isinstance(plan, NoPlan):
-        return SoldOut(f"for {len(broken)} of {reservation.nodes} parts: {plan.detail}")
+        return SoldOut(f"for {len(going)} of {reservation.nodes} parts: {plan.detail}")
     try:
-        _rebind(tx, tools, reservation, broken, plan, now=now)
+        _rebind(tx, tools, reservation, going, plan, now=now)
     except SpecFull as refused:
         raise Contended(str(refused)) from refused
     announce(tx, reservation, "binding")
-    tell_moved(tx, reservation, found, broken, plan, now=now)
-    # what was well of the broken parts is free in the plan
+    tell_moved(tx, reservation, found, going, plan, now=now)
+    # what was well of the parts that went is free in the plan
     wake_waiting(tx, reservation.pool_id)
     return None
 
 
 def _plan(
-    tx: Tx, tools: LedgerTools, reservation: Reservation, found: Inspection, broken: Sequence[int], *, now: datetime
+    tx: Tx, tools: LedgerTools, reservation: Reservation, found: Inspection, going: Sequence[int], *, now: datetime
 ) -> Plan | NoPlan:
     """Plan the new parts on nodes where nothing else of it is, at best where it has not failed to bind before."""
-    request = replace(remaining_request(reservation, now), nodes=len(broken))
-    staying = {part.node.node_id for part in found.parts} - set(broken)
+    request = replace(remaining_request(reservation, now), nodes=len(going))
+    staying = {part.node.node_id for part in found.parts} - set(going)
     failed = set(ledger.load_unbound(tx, reservation.reservation_id))
     pool_id = reservation.pool_id
-    plan = plan_and_lock(tx, tools, pool_id, request, now, without=staying | failed, lock_too=broken)
+    plan = plan_and_lock(tx, tools, pool_id, request, now, without=staying | failed, lock_too=going)
     if isinstance(plan, NoPlan) and failed - staying:
-        plan = plan_and_lock(tx, tools, pool_id, request, now, without=staying, lock_too=broken)
+        plan = plan_and_lock(tx, tools, pool_id, request, now, without=staying, lock_too=going)
     return plan
 
 
 def _rebind(
-    tx: Tx, tools: LedgerTools, reservation: Reservation, broken: Sequence[int], plan: Plan, *, now: datetime
+    tx: Tx, tools: LedgerTools, reservation: Reservation, going: Sequence[int], plan: Plan, *, now: datetime
 ) -> None:
     reservation_id = reservation.reservation_id
     if reservation.billed_from is not None:
         reservations.record_usage(tx, reservation_id, end=now)
-    ledger.mark_allocations_releasing(tx, reservation_id, now=now, on_nodes=broken)
+    ledger.mark_allocations_releasing(tx, reservation_id, now=now, on_nodes=going)
     if not write_parts(tx, reservation.pool_id, [commitment(tools, reservation, plan)]):
         raise Contended("booking_no_overlap or allocation_one_hold")
     if not backing.mark_rebinding(tx, reservation_id, bind_deadline=now + BIND_TIMEOUT):
         raise Contended("reservation")
-    _write_specs(tx, tools, {*broken, *(part.node_id for part in plan.parts)}, now)
+    _write_specs(tx, tools, {*going, *(part.node_id for part in plan.parts)}, now)
     schedule(tx, "reservation", str(reservation_id), now + BIND_TIMEOUT)
 
 

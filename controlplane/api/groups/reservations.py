@@ -395,7 +395,7 @@ METHODS = (
         action="reservation.update",
         input=ReleaseInput,
         output=ReservationView,
-        summary="Replace what is broken of a reservation that runs, on other nodes, or refuse and change nothing.",
+        summary="Replace what is broken or on draining nodes of a reservation that runs, or refuse and change nothing.",
         load=_load,
         perform=_repair,
     ),

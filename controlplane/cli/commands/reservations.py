@@ -162,8 +162,8 @@ def shrink(session: Session, *, reservation: str, until: datetime | None, by: in
 def repair(session: Session, *, reservation: str, timeout: int) -> None:
     """Replace what is broken of a reservation that runs.
 
-    The parts that are well stay where they are. What is on the broken ones is given up, and what was to be used
-    there begins anew on other nodes; without room there, nothing changes.
+    If nothing is broken, what is on nodes that are being drained. The other parts stay where they are. What is on
+    these is given up, and what was to be used there begins anew on other nodes; without room there, nothing changes.
     """
     asked = with_key({"id": reservation})
     reserve.wait_and_show(session, lambda client: client.change("reservations/repair", asked), timeout=timeout)

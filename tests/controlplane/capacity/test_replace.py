@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controlplane.capacity.replace import replace_broken
-from controlplane.db import reservations
+from controlplane.db import nodes, reservations
 from controlplane.db.time import load_now
 from controlplane.errors import ApiError, Conflict, SoldOut
 from controlplane.fleet import retire
@@ -126,6 +126,39 @@ async def test_a_broken_part_of_a_gang_is_replaced_and_the_others_stay(dsn: Dsn)
         check(fleet)
 
 
+async def test_the_holder_may_leave_a_node_that_is_being_drained(dsn: Dsn) -> None:
+    async with open_fleet(dsn, nodes=3) as fleet:
+        first, second, spare = fleet.nodes
+        gang = await active(fleet, 8, nodes=2)
+        set_node(fleet, second, draining=True)
+        fleet.advance(600)
+        gang = await fleet.step(gang)
+        # it is well, and stays until its holder says so
+        assert (gang.conditions, booked_on(fleet, gang)) == ([], ["node-0", "node-1"])
+        set_node(fleet, spare, cordoned=True)
+        with pytest.raises(SoldOut, match="for 1 of 2 parts"):
+            await repair(fleet, gang)
+        set_node(fleet, spare, cordoned=False)
+        gang = await repair(fleet, gang)
+        assert await standing(fleet, gang) == [("node-0", "bound"), ("node-1", "releasing"), ("node-2", "binding")]
+        (moved,) = told(fleet, gang, "moved")
+        assert (moved["moved_from"], moved["moved_to"]) == (["node-1"], ["node-2"])
+        assert moved["reason"] == "node-1: the node is draining"
+        check(fleet)
+        await say(fleet, gang, "allocation_bound", state="binding")
+        await say(fleet, gang, "allocation_released", state="releasing")
+        gang = await fleet.load(gang.reservation_id)
+        assert (gang.state, gang.conditions) == ("active", [])
+        assert await fleet.run(nodes.load_holders, second.node_id) == []
+        # what is broken has the room first, and what is only to be left stays
+        set_node(fleet, spare, draining=True)
+        set_node(fleet, second, draining=False)
+        break_gpus(fleet, first.uuids[0])
+        gang = await repair(fleet, gang)
+        assert await standing(fleet, gang) == [("node-0", "releasing"), ("node-1", "binding"), ("node-2", "bound")]
+        check(fleet)
+
+
 async def test_without_room_nothing_changes(dsn: Dsn) -> None:
     async with open_fleet(dsn, nodes=3) as fleet:
         gang = await active(fleet, 8, nodes=2)
@@ -166,7 +199,7 @@ async def test_what_cannot_be_repaired_says_why(dsn: Dsn, state: str) -> None:
             "placed": "has not begun",
             "queued": "is queued; there is nothing to repair",
             "released": "is released; there is nothing to repair",
-            "whole": "nothing of it is broken",
+            "whole": "nothing of it is broken, and no node of it is draining",
             "over": "has reached its end",
         }
         with pytest.raises(Conflict, match=expected[state]):
@@ -296,7 +329,14 @@ async def test_a_dead_node_is_removed_under_what_was_replaced(dsn: Dsn) -> None:
         gang = await fleet.step(gang)
         gang = await repair(fleet, gang)
         await say(fleet, gang, "allocation_bound", state="binding")
-        await fleet.run(retire.clear_node, fleet.tools, dead.node_id, principal="usr_op", now=await fleet.run(load_now))
+        await fleet.run(
+            retire.clear_node,
+            fleet.tools,
+            dead.node_id,
+            principal="usr_op",
+            reason="burnt",
+            now=await fleet.run(load_now),
+        )
         gang = await fleet.load(gang.reservation_id)
         # it goes on where it is: nothing of it was there any more
         assert (gang.state, gang.end_cause) == ("active", None)
