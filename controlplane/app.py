@@ -37,6 +37,7 @@ from controlplane.db.notify import Doorbell, run_listener
 from controlplane.db.pool import DatabaseConfig, open_database, role_dsn
 from controlplane.db.pooler import check_declared, check_direct
 from controlplane.events.sinks import run_sinks
+from controlplane.fleet.authority import check_authority, claim_authority, has_authority
 from controlplane.fleet.join_app import JoinApp
 from controlplane.fleet.join_service import Issuer, JoinService
 from controlplane.fleet.keys import KeySettings, load_gateway_keys, load_intent_keys, load_or_create_keys
@@ -145,7 +146,7 @@ async def open_app(config: Config, sockets: Sockets) -> AsyncGenerator[App]:
         ConfigError: a connection string leads through a pooler where it must not.
         DatabaseError: the database cannot be used now.
         NotMigrated: its schema is older than this build.
-        KeysError: `keys_dir` lacks what a role needs, or others may read it.
+        KeysError: `keys_dir` lacks what a role needs, others may read it, or the database belongs to other keys.
     """
     dsn = config.database.dsn
     direct_dsn = config.database.direct_dsn or dsn
@@ -244,17 +245,24 @@ def _key_settings(config: Config) -> KeySettings:
         raise ConfigError(f"gateway.endpoints, gateway.names, api.join_names: {exc}") from exc
 
 
+async def _load_api_keys(keys_dir: Path, settings: KeySettings, clock: Clock, database: Database) -> ApiKeys:
+    """Load the keys that the database belongs to, or make the first ones. Raises what `open_app` does."""
+    load = partial(load_or_create_keys, may_create=not await database.run_read(has_authority))
+    keys: ApiKeys = await trio.to_thread.run_sync(load, keys_dir, settings, clock)
+    await database.run_tx(claim_authority, keys_dir, keys.records)
+    return keys
+
+
 @asynccontextmanager
 async def _open_api(common: _Common, wakes: _Wakes) -> AsyncGenerator[ApiPart]:
     config = common.config
-    keys: ApiKeys = await trio.to_thread.run_sync(
-        load_or_create_keys, Path(config.keys_dir), _key_settings(config), common.clock
-    )
-    issuer = Issuer(keys, config.trust_domain, tuple(config.gateway.endpoints), common.ids)
+    key_settings = _key_settings(config)
     async with (
         _open_pool(common, "bc_api") as database,
         open_event_hub(database, common.metrics.http.streams.set) as hub,
     ):
+        keys = await _load_api_keys(Path(config.keys_dir), key_settings, common.clock, database)
+        issuer = Issuer(keys, config.trust_domain, tuple(config.gateway.endpoints), common.ids)
         wakes.add("bc_events", lambda _: hub.wake())
         health = Health(database)
         context = ApiContext(
@@ -285,26 +293,28 @@ async def _open_gateway(
     common: _Common, wakes: _Wakes, listeners: Sequence[trio.SocketListener]
 ) -> AsyncGenerator[Gateway]:
     config = common.config
-    keys: GatewayKeys = await trio.to_thread.run_sync(load_gateway_keys, Path(config.keys_dir) / "gateway")
+    directory = Path(config.keys_dir) / "gateway"
+    keys: GatewayKeys = await trio.to_thread.run_sync(load_gateway_keys, directory)
     serving = server_context(keys.serving, None, keys.node_ca.read_text())
     service = client_context(keys.service_ca.read_text(), keys.service_client)
     settings = GatewaySettings(gateway_id=config.gateway.id or common.ids.new("gw"), trust_domain=config.trust_domain)
-    async with (
-        _open_pool(common, "bc_gateway") as database,
-        open_join_relay(config.gateway.join_url, service) as relay,
-        open_gateway(
-            settings,
-            db=database,
-            listeners=listeners,
-            tls=serving,
-            bundle=keys.bundle,
-            relay=relay,
-            metrics=common.metrics.gateway,
-            ids=common.ids,
-        ) as gateway,
-    ):
-        wakes.add("bc_gateway", gateway.poke)
-        yield gateway
+    async with _open_pool(common, "bc_gateway") as database:
+        await database.run_read(check_authority, directory, keys.node_ca_key_id, "node_ca")
+        async with (
+            open_join_relay(config.gateway.join_url, service) as relay,
+            open_gateway(
+                settings,
+                db=database,
+                listeners=listeners,
+                tls=serving,
+                bundle=keys.bundle,
+                relay=relay,
+                metrics=common.metrics.gateway,
+                ids=common.ids,
+            ) as gateway,
+        ):
+            wakes.add("bc_gateway", gateway.poke)
+            yield gateway
 
 
 # --- workers -----------------------------------------------------------------------------------
@@ -313,12 +323,14 @@ async def _open_gateway(
 @asynccontextmanager
 async def _open_workers(common: _Common, wakes: _Wakes) -> AsyncGenerator[Driver]:
     config = common.config
-    keyring: IntentKeyring = await trio.to_thread.run_sync(load_intent_keys, Path(config.keys_dir) / "signing")
+    directory = Path(config.keys_dir) / "signing"
+    keyring: IntentKeyring = await trio.to_thread.run_sync(load_intent_keys, directory)
     roles: list[Role] = [role for role in config.roles if role in WORKER_ROLES]
     worker_id = common.ids.new("wrk")
     bells = Bells()
     wakes.add("bc_work", bells.ring)
     async with _open_pool(common, "bc_worker") as database, service_nursery() as nursery:
+        await database.run_read(check_authority, directory, keyring.signer.key_id, "intent")
         parts = WorkerParts(
             database=database,
             tools=_ledger_tools(common, keyring.signer),

@@ -2087,6 +2087,10 @@ CREATE INDEX inventory_snapshot_default_node_id_taken_at_idx ON public.inventory
 
 CREATE INDEX join_replay_expiry ON public.join_replay USING btree (expires_at);
 
+-- index key_record_live
+
+CREATE UNIQUE INDEX key_record_live ON public.key_record USING btree (purpose) WHERE ((retired_at IS NULL) AND (purpose <> 'intent'::text));
+
 -- index maintenance_node
 
 CREATE INDEX maintenance_node ON public.maintenance USING btree (node_id, maintenance_id) WHERE (ended_at IS NULL);
@@ -2648,6 +2652,7 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.join_token TO bc_worker;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.key_record TO bc_api;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.key_record TO bc_worker;
+GRANT SELECT ON TABLE public.key_record TO bc_gateway;
 
 -- acl TABLE lease
 

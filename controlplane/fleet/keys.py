@@ -36,6 +36,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from controlplane.db.key_records import KeyRecord
 from controlplane.fleet.pki import (
     Authority,
     Leaf,
@@ -47,6 +48,8 @@ from shared.files import check_private_directory, make_private_directory, read_p
 from shared.identity import (
     IdentityError,
     ServiceName,
+    certificate_key,
+    certificate_key_id,
     certificate_name,
     check_trust_domain,
     decode_private_key,
@@ -73,9 +76,12 @@ if TYPE_CHECKING:
 
     from cryptography.hazmat.primitives.asymmetric import ec
 
+    from controlplane.db.key_records import Purpose
     from controlplane.fleet.pki import Usage
     from shared.clocks import Clock
+    from shared.signing import PublicKey
 
+MARKER = "keys.json"
 NODE_CA = "ca/node-ca.pem"
 SERVING_CA = "ca/serving-ca.pem"
 SERVICE_CA = "ca/service-ca.pem"
@@ -84,6 +90,8 @@ JOIN_KEY = "api/join-signing.pem"
 INTENT_KEYS = "signing/intent.json"
 PERMANENT = (NODE_CA, SERVING_CA, SERVICE_CA, SEALING_KEY, JOIN_KEY, INTENT_KEYS)
 PARTS = ("ca", "api", "signing", "gateway")
+
+OTHER_KEYS_FIX = "correct keys_dir, or restore the keys directory that the servers have joined with"
 
 S = TypeVar("S")
 
@@ -134,13 +142,17 @@ class GatewayKeys:
     serving: Path
     service_client: Path
     node_ca: Path
+    node_ca_key_id: str
     service_ca: Path
     bundle: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """What JoinService and the signing of intent need. `join_server` and `service_ca` are PEM files for `ssl`."""
+    """What JoinService and the signing of intent need. `join_server` and `service_ca` are PEM files for `ssl`.
+
+    `records` are the public halves of all permanent keys, for the database.
+    """
 
     node_ca: Authority
     sealing_key: ec.EllipticCurvePrivateKey
@@ -149,6 +161,7 @@ class ApiKeys:
     join_server: Path
     service_ca: Path
     bundle: bytes
+    records: tuple[KeyRecord, ...]
 
     @property
     def pin(self) -> str:
@@ -180,13 +193,15 @@ class _StoredIntentKeys(msgspec.Struct, frozen=True, kw_only=True):
 # --- load or create --------------------------------------------------------------------------
 
 
-def load_or_create_keys(keys_dir: Path, settings: KeySettings, clock: Clock) -> ApiKeys:
+def load_or_create_keys(keys_dir: Path, settings: KeySettings, clock: Clock, *, may_create: bool = True) -> ApiKeys:
     """Return the api's keys, after making whatever is missing or out of date in any part.
 
-    Waits for another process that is doing the same. Raises KeysError, UnsafeFile,
-    AuthorityExpired, ValueError for a host that is none.
+    Waits for another process that is doing the same. Where not `may_create`, a directory without keys
+    is an error and left alone. Raises KeysError, UnsafeFile, AuthorityExpired, ValueError for a host that is none.
     """
     with _usable(keys_dir):
+        if not may_create and not any((keys_dir / name).exists() for name in (MARKER, *PERMANENT)):
+            raise KeysError(keys_dir, "holds no keys, and this database has been served with some", OTHER_KEYS_FIX)
         make_private_directory(keys_dir)
         with _locked(keys_dir):
             now = clock.now()
@@ -211,17 +226,18 @@ def load_gateway_keys(directory: Path) -> GatewayKeys:
     """
     with _usable(directory):
         check_private_directory(directory)
+        node_ca = directory / "node-ca.crt"
         keys = GatewayKeys(
             serving=directory / "serving.pem",
             service_client=directory / "service-client.pem",
-            node_ca=directory / "node-ca.crt",
+            node_ca=node_ca,
+            node_ca_key_id=_parsed(node_ca, lambda data: certificate_key_id(load_chain(data)[0])),
             service_ca=directory / "service-ca.crt",
             bundle=_read(directory / "trust-bundle.json"),
         )
         for path in (keys.serving, keys.service_client):
             _load_pair(path)
-        for path in (keys.node_ca, keys.service_ca):
-            _parsed(path, load_chain)
+        _parsed(keys.service_ca, load_chain)
         return keys
 
 
@@ -252,7 +268,7 @@ def _locked(keys_dir: Path) -> Generator[None]:
 
 
 def _ensure_permanent(keys_dir: Path, settings: KeySettings, now: datetime) -> None:
-    marker_path = keys_dir / "keys.json"
+    marker_path = keys_dir / MARKER
     marker = (
         _parsed(marker_path, lambda data: msgspec.json.decode(data, type=_Marker)) if marker_path.exists() else None
     )
@@ -285,7 +301,7 @@ def _refuse_foreign(keys_dir: Path) -> None:
     for name in PERMANENT:
         if (keys_dir / name).exists():
             raise KeysError(
-                keys_dir / "keys.json",
+                keys_dir / MARKER,
                 f"is missing beside {name}",
                 "restore the whole keys directory from a backup, or give an empty one",
             )
@@ -371,15 +387,30 @@ def _is_issued_by(leaf: Leaf, authority: Authority) -> bool:
 
 
 def _load_api_keys(keys_dir: Path) -> ApiKeys:
+    node_ca, serving_ca, service_ca = (_load_authority(keys_dir / name) for name in (NODE_CA, SERVING_CA, SERVICE_CA))
+    sealing_key, join_key = _load_key(keys_dir / SEALING_KEY), _load_ed25519(keys_dir / JOIN_KEY)
+    intent = load_intent_keys(keys_dir / "signing")
     return ApiKeys(
-        node_ca=_load_authority(keys_dir / NODE_CA),
-        sealing_key=_load_key(keys_dir / SEALING_KEY),
-        join_signer=JoinSigner(_load_ed25519(keys_dir / JOIN_KEY)),
-        intent=load_intent_keys(keys_dir / "signing"),
+        node_ca=node_ca,
+        sealing_key=sealing_key,
+        join_signer=JoinSigner(join_key),
+        intent=intent,
         join_server=keys_dir / "api/join-server.pem",
         service_ca=keys_dir / "api/service-ca.crt",
         bundle=_read(keys_dir / "api/trust-bundle.json"),
+        records=(
+            _record("node_ca", certificate_key(node_ca.certificate)),
+            _record("serving_ca", certificate_key(serving_ca.certificate)),
+            _record("service_ca", certificate_key(service_ca.certificate)),
+            _record("sealing", sealing_key.public_key()),
+            _record("join_signing", join_key.public_key()),
+            *(KeyRecord(key.key_id, "intent", key.public_key) for key in intent.key_set.keys),
+        ),
     )
+
+
+def _record(purpose: Purpose, public_key: PublicKey) -> KeyRecord:
+    return KeyRecord(key_id(public_key), purpose, encode_public_key(public_key))
 
 
 def _keyring(stored: _StoredIntentKeys) -> IntentKeyring:

@@ -11,6 +11,8 @@ import httpx2
 import psycopg
 import pytest
 
+from controlplane.fleet.keys import KeySettings, load_or_create_keys
+from shared.clocks import SystemClock
 from tests.support.ledgers import insert_node
 from tests.support.stack import eventually, open_stack
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.postgres import Dsn
+
+KEYS_OF_TD = 'trust_domain = "td.test"\nkeys_dir'
 
 
 async def test_it_serves_and_stops_on_sigterm(dsn: Dsn, tmp_path: Path) -> None:
@@ -117,6 +121,41 @@ async def test_keys_that_others_can_read_are_refused(dsn: Dsn, tmp_path: Path) -
         refused = await stack.run("bcctl", "serve", "--config", str(tmp_path / "config.toml"))
         assert refused.returncode == 1
         assert "chmod 700" in refused.stderr
+
+
+@pytest.mark.parametrize("roles", ["api,gateway,controllers,scheduler,sinks,iam", "gateway", "controllers"])
+async def test_keys_of_another_authority_are_refused(dsn: Dsn, tmp_path: Path, roles: str) -> None:
+    """Each process compares its own part; with the right keys the same database is served as before."""
+    async with open_stack(dsn, tmp_path) as stack:
+        stack.server.kill(signal.SIGTERM)
+        await stack.server.wait(10)
+        other = tmp_path / "kyes"
+        load_or_create_keys(
+            other, KeySettings("td.test", "https://gw.test", ("gw.test",), ("api.test",)), SystemClock()
+        )
+        config = tmp_path / "config.toml"
+        right = config.read_text()
+        config.write_text(right.replace(f"{tmp_path}/keys", str(other)).replace("keys_dir", KEYS_OF_TD, 1))
+        refused = await stack.run("bcctl", "serve", "--config", str(config), "--roles", roles)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(f"KEYS: {other}"), refused.stderr
+        assert "another authority" in refused.stderr
+        assert "correct keys_dir" in refused.stderr
+        config.write_text(right)
+        await stack.start_server()
+
+
+async def test_a_mistyped_keys_dir_makes_no_new_authority(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path) as stack:
+        stack.server.kill(signal.SIGTERM)
+        await stack.server.wait(10)
+        config = tmp_path / "config.toml"
+        config.write_text(config.read_text().replace(f"{tmp_path}/keys", f"{tmp_path}/kyes"))
+        refused = await stack.run("bcctl", "serve", "--config", str(config))
+        assert refused.returncode == 1
+        assert f"KEYS: {tmp_path}/kyes holds no keys" in refused.stderr
+        assert "correct keys_dir" in refused.stderr
+        assert not (tmp_path / "kyes").exists()
 
 
 async def test_a_database_that_is_not_migrated_is_not_served(dsn: Dsn, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ ALLOWED: dict[str, Privileges] = {
     "public.certificate": READ,
     "public.node_spec": READ,
     "public.command": READ,
+    "public.key_record": READ,  # its copy of the keys must be those of this database
 }
 # The issue's own list: what a forged binding or release would have to write.
 CROWN_JEWELS = (
