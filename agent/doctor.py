@@ -21,9 +21,10 @@ from agent.drivers.base import BindFailed, ProbeFailed
 from agent.drivers.cdi_sources import load_spec
 from agent.drivers.cdi_spec import VERSIONS, CdiError
 from agent.endpoints import dial_tcp
-from agent.health import list_machine_conditions
+from agent.health import SESSION_REFUSED, list_machine_conditions
 from agent.journal import JOURNAL_FILE, is_in_use
 from agent.membership import BadMembership, NotJoined, load_membership
+from agent.snapshot import STATUS_FILE, read_snapshot
 from agent.unary import NoAnswer, request
 from shared.files import UnsafeFile, check_private_directory
 from shared.identity import renewal_due_at
@@ -77,6 +78,7 @@ async def examine(
         findings.append(Finding("identity", "failed", str(exc), "join again with `bcd join --force`"))
     if membership is not None:
         findings += check_membership(membership, clock)
+        findings += check_session(membership.node_id, find_refusal(state_dir, membership))
         for endpoint in membership.gateways:
             findings.append(await check_gateway(endpoint, membership, dial))
     findings += check_cdi_directory(hardware.cdi_dir)
@@ -118,6 +120,34 @@ def check_membership(membership: Membership, clock: Clock) -> list[Finding]:
         text = f"it ends {end:%Y-%m-%d %H:%M} UTC and its renewal is due"
         return [*findings, Finding("certificate", "warning", text, "see `bcd status` for why it was not renewed")]
     return [*findings, Finding("certificate", "ok", f"until {end:%Y-%m-%d %H:%M} UTC")]
+
+
+def find_refusal(state_dir: Path, membership: Membership) -> str:
+    """What the gateway said to the agent when it last refused it a session, as ``CODE: text``; empty if it has not.
+
+    The agent writes that down. `check_gateway` cannot learn it: it is said to the node's certificate alone.
+    """
+    last = read_snapshot(state_dir / STATUS_FILE)
+    if last is None or last.node_id != membership.node_id or last.written_at < membership.joined_at:
+        return ""
+    return next((condition.text for condition in last.conditions if condition.name == SESSION_REFUSED), "")
+
+
+def is_shut_out(refusal: str) -> bool:
+    """Whether the node is refused because its certificates were ended: it was revoked, or decommissioned."""
+    return refusal.startswith("REVOKED:")
+
+
+def check_session(node_id: str, refusal: str) -> list[Finding]:
+    if not refusal:
+        return []
+    fix = "see the gateway's log"
+    if is_shut_out(refusal):
+        fix = (
+            f"ask why: bcctl nodes get {node_id}; to be let in again: `bcd join --force` with a token of"
+            f" bcctl join-tokens create --expect {node_id}; if it was decommissioned: bcd leave --force"
+        )
+    return [Finding("session", "failed", f"the gateway refused it: {refusal}", fix)]
 
 
 async def check_gateway(endpoint: Endpoint, membership: Membership, dial: Dial) -> Finding:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shared.status import Severity
 
 TEXT_CHARS_MAX = 512
+SESSION_REFUSED = "session.refused"
 # Between the due date of a renewal and the end is a third of the life; half of that gone is a problem.
 RENEWAL_LATE_LIFE = (1 + RENEW_AFTER_LIFE) / 2
 
@@ -155,6 +156,6 @@ def _look_at_session(connection: Connection) -> Iterator[Condition]:
     if end is None:
         yield _condition("session.down", "info", "no session yet")
     elif end.reason == "refused":
-        yield _condition("session.refused", "critical", end.detail)
+        yield _condition(SESSION_REFUSED, "critical", end.detail)
     else:
         yield _condition("session.down", "warning", f"{end.reason}: {end.detail}")

@@ -33,6 +33,7 @@ class BoardRow:
     connectivity_at: datetime
     cordoned: bool
     draining: bool
+    revoke_reason: str | None
     gpus: int
     gpus_held: int
     gpus_unhealthy: int
@@ -50,12 +51,13 @@ def page_board(tx: Tx, *, pool_id: int | None, after: int, limit: int) -> list[B
         """
         select n.node_id, n.public_id, n.name, s.slug as site, p.slug as pool, n.provision_state, n.connectivity,
                n.connectivity_at, n.cordoned, n.draining,
+               case when a.revoked_at is not null then a.revoke_reason end as revoke_reason,
                coalesce(c.gpu_total, 0) as gpus, coalesce(c.gpu_held, 0) as gpus_held,
                coalesce(c.gpu_total - c.gpu_healthy, 0) as gpus_unhealthy, coalesce(c.gpu_free, 0) as gpus_free,
                coalesce(c.vcpu_total, 0) as vcpus, coalesce(c.vcpu_held, 0) as vcpus_held,
                coalesce(c.memory_mib_total, 0) as memory_mib, coalesce(c.memory_mib_held, 0) as memory_mib_held
         from node n join pool p using (pool_id) join site s on s.site_id = n.site_id
-        left join node_capacity c using (node_id)
+        left join node_capacity c using (node_id) left join node_authorization a using (node_id)
         where n.provision_state <> 'decommissioned' and n.node_id > %(after)s
           and (%(pool)s::int4 is null or n.pool_id = %(pool)s)
         order by n.node_id limit %(limit)s

@@ -53,6 +53,7 @@ class NodeRow:
     spec_generation: int
     last_seen_s: float | None
     authorized: bool
+    revoke_reason: str | None
     certificate_not_after: datetime | None
     conditions: list[Mapping[str, str | int]]
     labels: dict[str, str]
@@ -70,6 +71,7 @@ _ROW = f"""
     coalesce(x.generation, 0) as spec_generation,
     extract(epoch from compute_now() - {CONTACT})::float8 as last_seen_s,
     coalesce(a.revoked_at is null and a.node_id is not null, false) as authorized,
+    case when a.revoked_at is not null then a.revoke_reason end as revoke_reason,
     (select c.not_after from certificate c where c.node_id = n.node_id
      order by c.certificate_id desc limit 1) as certificate_not_after,
     coalesce((select jsonb_agg(jsonb_build_object('slot', c.slot, 'kind', c.kind, 'severity', c.severity,

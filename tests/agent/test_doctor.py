@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import trio
 
@@ -18,7 +19,11 @@ from agent.drivers.cdi import CdiDriver
 from agent.drivers.cdi_sources import SimulatedEdits
 from agent.drivers.fake import FakeDevices, Faults
 from agent.machine import Hardware
+from agent.membership import load_membership
+from agent.snapshot import STATUS_FILE, write_snapshot
 from shared.clocks import SystemClock
+from shared.status import Condition
+from tests.agent.test_cli import SNAPSHOT
 from tests.support.clock import ManualClock
 from tests.support.stub_gateway import StubGateway, serve_tls
 from tests.support.stub_plane import StubPlane
@@ -63,6 +68,21 @@ async def test_a_machine_that_works(tmp_path: Path):
             "reachable, and the pin is right"
         )
         assert found["machine"].text == "driver ok, 8 GPUs"
+
+
+async def test_a_node_that_was_shut_out(tmp_path: Path):
+    async with open_joined(tmp_path) as plane:
+        node = load_membership(tmp_path / "state").node_id
+        refused = Condition(name="session.refused", severity="critical", text="REVOKED: it may not connect")
+        said = {"node_id": node, "conditions": [refused], "written_at": plane.now + timedelta(seconds=1)}
+        write_snapshot(tmp_path / "state" / STATUS_FILE, msgspec.structs.replace(SNAPSHOT, **said))
+        found = (await look(tmp_path))["session"]
+        assert (found.level, found.text) == ("failed", "the gateway refused it: REVOKED: it may not connect")
+        assert f"bcctl join-tokens create --expect {node}" in found.fix
+        # what was said before it joined again says nothing of today, nor does what was said to another node
+        for stale in ({"written_at": plane.now - timedelta(seconds=1)}, {"node_id": "node_other"}):
+            write_snapshot(tmp_path / "state" / STATUS_FILE, msgspec.structs.replace(SNAPSHOT, **{**said, **stale}))
+            assert "session" not in await look(tmp_path)
 
 
 async def test_a_machine_that_has_not_joined(tmp_path: Path):

@@ -155,7 +155,10 @@ def test_nodes_and_what_they_have(server: CommandServer, bcctl: CommandLine) -> 
     for verb in ("decommission", "revoke"):
         ran = bcctl("nodes", verb, "node-1")
         assert ran.err.endswith("hint: there is no terminal to ask on; add --yes if you mean it\n")
-    assert bcctl("nodes", "revoke", "node-0", "--yes", "--query", "authorized").value == "false"
+    revoked = bcctl("nodes", "revoke", "node-0", "--reason", "disk left", "--yes", "--query", "authorized")
+    assert revoked.value == "false"
+    assert "revoked: disk left" in bcctl("nodes", "list").value
+    assert "revoked: disk left" in bcctl("status").value
 
 
 def test_labels_and_selectors(server: CommandServer, bcctl: CommandLine) -> None:

@@ -14,6 +14,7 @@ NODE = {
     "connectivity_at": "2030-01-01T10:00:00Z",
     "cordoned": False,
     "draining": False,
+    "revoke_reason": None,
     "gpus": 8,
     "gpus_held": 0,
     "gpus_unhealthy": 0,
@@ -29,6 +30,7 @@ BOARD = [
     {**NODE, "name": "h100-03", "gpus_held": 8, "connectivity": "unreachable", "gpus_unhealthy": 1},
     {**NODE, "name": "h100-04", "cordoned": True, "draining": True},
     {**NODE, "name": "h100-05", "provision_state": "quarantined"},
+    {**NODE, "name": "h100-06", "connectivity": "unreachable", "revoke_reason": "disk left"},
     {**NODE, "name": "cpu-00", "pool": "cpu", "gpus": 0, "vcpus": 32, "vcpus_held": 31, "memory_mib": 131_072},
     {
         **NODE,

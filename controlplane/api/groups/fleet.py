@@ -32,6 +32,9 @@ class BoardNode(msgspec.Struct, frozen=True, kw_only=True):
     connectivity_at: Annotated[Instant, msgspec.Meta(description="Since when.")]
     cordoned: bool
     draining: bool
+    revoke_reason: Annotated[
+        str | None, msgspec.Meta(description="Why its certificates were ended; null unless they were (`nodes/revoke`).")
+    ]
     gpus: int
     gpus_held: int
     gpus_unhealthy: int
@@ -95,6 +98,7 @@ def _node(row: fleet.BoardRow) -> BoardNode:
         connectivity_at=row.connectivity_at,
         cordoned=row.cordoned,
         draining=row.draining,
+        revoke_reason=row.revoke_reason,
         gpus=row.gpus,
         gpus_held=row.gpus_held,
         gpus_unhealthy=row.gpus_unhealthy,

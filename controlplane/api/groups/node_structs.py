@@ -66,6 +66,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     spec_generation: Annotated[int, msgspec.Meta(description="The newest desired state that was written.")]
     observed_generation: Annotated[int, msgspec.Meta(description="The newest that the node has acted on.")]
     authorized: Annotated[bool, msgspec.Meta(description="Whether its certificate may still be used.")]
+    revoke_reason: Annotated[
+        str | None, msgspec.Meta(description="Why its certificates were ended; null unless they were (`nodes/revoke`).")
+    ]
     certificate_not_after: Instant | None
     conditions: list[NodeCondition]
     labels: dict[str, str]
@@ -104,6 +107,7 @@ def show_node(row: NodeRow, parts: Mapping[str, rollups.Amount] = NO_PARTS) -> N
         spec_generation=row.spec_generation,
         observed_generation=row.observed_generation,
         authorized=row.authorized,
+        revoke_reason=row.revoke_reason,
         certificate_not_after=row.certificate_not_after,
         conditions=[
             msgspec.convert(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.commands.status import held_gpus, held_memory, held_vcpus
+from controlplane.cli.commands.status import held_gpus, held_memory, held_vcpus, revocation
 from controlplane.cli.options import (
     NounGroup,
     confirm,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def _note(node: Mapping[str, Any]) -> str:
     """Why it takes no reservations, and what was found about it."""
-    words = ["draining" if node["draining"] else "cordoned" if node["cordoned"] else ""]
+    words = [revocation(node), "draining" if node["draining"] else "cordoned" if node["cordoned"] else ""]
     words += [node["cordon_reason"], node["quarantine_reason"]]
     words += [found["kind"] for found in node["conditions"] if found["severity"] != "info"]
     return ", ".join(word for word in words if word)

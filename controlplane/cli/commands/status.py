@@ -21,12 +21,21 @@ _BAR_WIDTH = 8
 _since = to_the_minute("connectivity_at")
 
 
+def revocation(node: Mapping[str, Any]) -> str:
+    """That a node's certificates were ended, and why; empty if they were not."""
+    reason = node["revoke_reason"]
+    return "" if reason is None else f"revoked: {reason}" if reason else "revoked"
+
+
 def marks(node: Mapping[str, Any]) -> str:
     """What keeps a node from taking reservations, and what is wrong with it."""
     found: list[str] = []
     if node["provision_state"] != "adopted":
         found.append(node["provision_state"])
-    if node["connectivity"] == "unreachable":
+    if node["revoke_reason"] is not None:
+        # that it is unreachable goes without saying
+        found.append(revocation(node))
+    elif node["connectivity"] == "unreachable":
         found.append(f"unreachable since {_since(node)}")
     elif node["connectivity"] == "never":
         found.append("never connected")

@@ -85,6 +85,7 @@ async def test_nodes_are_listed_with_what_they_have(dsn: Dsn) -> None:
         node = next(n for n in page["items"] + rest["items"] if n["gpus_held"])
         assert (node["gpus"], node["gpus_held"], node["vcpus"], node["placeable"]) == (8, 8, 64, True)
         assert (node["provision_state"], node["connectivity"], node["authorized"]) == ("adopted", "connected", True)
+        assert node["revoke_reason"] is None
         assert (await api.ok("nodes/get", node=node["name"]))["id"] == node["id"]
         devices = await api.ok("devices/list", node=node["id"])
         assert {device["held_by"] for device in devices["items"]} == {held.public_id}
@@ -199,7 +200,8 @@ async def test_revoked_certificates_speak_no_more(dsn: Dsn, tmp_path: Path) -> N
         await fleet.join(machine, await fleet.token())
         fleet.hello(machine)
         node = await api.ok("nodes/revoke", node=machine.public_id, reason="stolen")
-        assert (node["authorized"], node["session_open"]) == (False, False)
+        assert (node["authorized"], node["session_open"], node["revoke_reason"]) == (False, False, "stolen")
+        assert [row["revoke_reason"] for row in (await api.ok("fleet/board"))["items"]] == ["stolen"]
         assert fleet.execute("select count(*) from certificate where revoked_at is null") == [(0,)]
         assert fleet.execute("select placeable from node where public_id = %s", machine.public_id) == [(False,)]
         assert "bc_gateway" in api.rings.rung
