@@ -20,7 +20,7 @@ import trio
 
 from agent.app import agent_version, describe_machine
 from agent.config import DRIVERS, VARIANTS, Config, ConfigError, load_config
-from agent.doctor import examine
+from agent.doctor import examine, find_refusal, is_shut_out
 from agent.drivers.base import DriverError
 from agent.exits import CommandFailed, ExitCode
 from agent.joiner import (
@@ -329,14 +329,18 @@ async def _leave(config: Config, *, force: bool) -> None:
             ExitCode.FAILED, f"an agent runs on {config.state_dir}", "stop it first: systemctl stop bcd"
         )
     membership = _load_joined(config)
+    shut_out = is_shut_out(find_refusal(config.state_dir, membership))
     machine = choose_machine(config, membership.machine)
     async with open_machine(config, machine, config.state_dir, os.environ) as hardware:
         bound = await hardware.assignments.list_bound()
         if bound and not force:
             names = ", ".join(entry.reservation_id for entry in bound)
             hint = f"drain it first (bcctl nodes drain {membership.node_id}), or give --force"
+            if shut_out:
+                hint = "it was revoked or decommissioned, and nothing can be drained from it: bcd leave --force"
             raise CommandFailed(ExitCode.FAILED, f"{len(bound)} reservations are bound here: {names}", hint)
         released = await forget_node(config.state_dir, hardware.assignments)
     click.echo(f"left {membership.server}: {len(released)} assignments taken away, key and journal removed")
     click.echo("running containers keep their GPUs until they end")
-    click.echo(f"the control plane still knows the node; tell it: bcctl nodes decommission {membership.node_id}")
+    known = "unless it has been decommissioned, " if shut_out else ""
+    click.echo(f"{known}the control plane still knows the node; tell it: bcctl nodes decommission {membership.node_id}")

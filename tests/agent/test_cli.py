@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -120,7 +121,15 @@ def test_leaving_takes_everything_away_and_says_what_is_left_to_do(tmp_path: Pat
     held = bcd("leave", *where)
     assert held.exit_code == 1
     assert "rsv_1" in held.output
+    assert f"hint: drain it first (bcctl nodes drain {membership.node_id})" in held.output
     assert file.exists()
+    # one that the control plane has shut out is nothing that could be drained
+    refused = Condition(name="session.refused", severity="critical", text="REVOKED: it may not connect")
+    said = msgspec.structs.replace(
+        SNAPSHOT, node_id=membership.node_id, conditions=[refused], written_at=membership.joined_at
+    )
+    write_snapshot(tmp_path / "state" / STATUS_FILE, said)
+    assert "decommissioned, and nothing can be drained from it: bcd leave --force" in bcd("leave", *where).output
     left = bcd("leave", "--force", *where)
     assert left.exit_code == 0
     assert f"bcctl nodes decommission {membership.node_id}" in left.output
