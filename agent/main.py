@@ -38,7 +38,7 @@ from agent.membership import BadMembership, Membership, NotJoined, load_membersh
 from agent.running import parse_server, run_agent, wait_for_acceptance
 from agent.snapshot import STATUS_FILE, read_snapshot
 from agent.status import format_snapshot
-from agent.tokens import CREDENTIAL_SOURCE, WARNING, NoToken, find_token, forget_spent
+from agent.tokens import CREDENTIAL_SOURCE, NOT_FORGOTTEN, WARNING, NoToken, find_token, forget_spent
 from shared.clocks import SystemClock
 from shared.instruments import SlowSteps
 from shared.joining import BadToken
@@ -230,8 +230,11 @@ async def _join_now(config: Config, flags: JoinFlags, machine: Machine, hardware
     joining = Joining(server, token, host, machine)
     membership = await join(joining, bundle, config.state_dir, clock=SystemClock(), rng=rng)
     await store(membership, config.state_dir, hardware.assignments)
-    if forget_spent(token):
-        click.echo(f"removed the spent token from {CREDENTIAL_SOURCE}")
+    try:
+        if forget_spent(token):
+            click.echo(f"removed the spent token from {CREDENTIAL_SOURCE}")
+    except OSError as exc:
+        click.echo(f"warning: {exc.strerror}: {NOT_FORGOTTEN}", err=True)
     return membership
 
 

@@ -27,7 +27,7 @@ from agent.machine import NewProcessNeeded, choose_machine, open_machine, run_li
 from agent.membership import NotJoined, load_membership
 from agent.snapshot import STATUS_FILE, read_snapshot
 from agent.systemd import Notifier, notifier_from_environment
-from agent.tokens import NoToken, find_token
+from agent.tokens import NOT_FORGOTTEN, NoToken, find_token, forget_spent
 from shared.clocks import SystemClock
 from shared.ids import IdSource
 from shared.instruments import run_task_tree_on_signal
@@ -133,6 +133,11 @@ async def _load_or_join(config: Config, environment: Mapping[str, str], stdin: T
         )
         await store(membership, config.state_dir, hardware.assignments)
     _log.info("agent.joined", node=membership.node_id, server=str(server))
+    try:
+        forget_spent(token)
+    except OSError as exc:
+        # we have joined: no reason to stay down
+        _log.warning("token.not_removed", reason=str(exc), fix=NOT_FORGOTTEN)
     return membership
 
 

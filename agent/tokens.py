@@ -26,6 +26,8 @@ WARNING = (
     "give it with --token-file FILE, --token-file - (standard input) or BCD_JOIN_TOKEN instead"
 )
 
+NOT_FORGOTTEN = f"{CREDENTIAL_SOURCE} may hold the join token that was used: remove it, it is needed no more"
+
 
 class NoToken(Exception):
     """There is no token, or it cannot be read; the message says how to give one."""
@@ -67,7 +69,11 @@ def _read_file(path: Path) -> str:
 
 
 def forget_spent(token: JoinToken, path: Path = CREDENTIAL_SOURCE) -> bool:
-    """Remove the credential's file if it holds this token, which is spent; whether it did. Raises OSError."""
+    """Remove the credential's file if it holds this token, which this machine needs no more; whether it did.
+
+    Raises:
+        OSError: it could not be read or removed.
+    """
     try:
         if parse_token(path.read_text(encoding="utf-8")) != token:
             return False

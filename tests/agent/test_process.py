@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +24,7 @@ from agent.exits import ExitCode
 from agent.machine import Hardware, NewProcessNeeded, run_library_watch
 from agent.membership import Machine
 from agent.running import run_agent
+from agent.tokens import forget_spent
 from shared.wire import AllocationBound, CommandUpdate, Hello, Report
 from tests.support.agents import open_rig
 from tests.support.stub_gateway import StubGateway, serve_tls
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.drivers.fake import Variant
+    from tests.support.logs import LogRecorder
 
 DEADLINE_S = 60  # the machine may be busy; nothing here takes more than two or three seconds
 BCD = (sys.executable, "-c", "from agent.main import main; main()")
@@ -216,6 +220,28 @@ async def test_a_machine_with_a_credential_joins_by_itself(tmp_path: Path):
             with trio.move_on_after(10, shield=True):
                 await process.wait()
         assert len(host.plane.requests) == 1
+
+
+@pytest.mark.parametrize("removable", [True, False])
+async def test_the_token_of_a_credential_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: LogRecorder, *, removable: bool
+):
+    async with open_host(tmp_path) as host:
+        source = tmp_path / "join-token"
+        source.write_text(host.plane.token.text)
+        # a directory can be neither read nor unlinked
+        path = source if removable else tmp_path
+        monkeypatch.setattr("agent.running.forget_spent", partial(forget_spent, path=path))
+        config = Config(state_dir=host.state_dir, simulate="cpu", join_url=host.url, join_pin=host.plane.pin)
+        with trio.fail_after(DEADLINE_S):
+            async with trio.open_nursery() as nursery:
+                environment = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+                nursery.start_soon(run_agent, config, environment, io.StringIO())
+                await host.wait_open()
+                nursery.cancel_scope.cancel("seen")
+        assert source.exists() != removable
+        warned = log.named("token.not_removed")
+        assert ["remove it" in event["fix"] for event in warned] == ([] if removable else [True])
 
 
 @pytest.mark.parametrize("code", [ExitCode.OK, ExitCode.NOT_ACCEPTED])

@@ -116,6 +116,8 @@ def test_the_units_lessons() -> None:
     # Without a default that is not empty, a node that has joined does not start (243/CREDENTIALS).
     assert unit["LoadCredential"] == ["join-token:/etc/bcd/join-token"]
     assert unit["SetCredential"] == ["join-token:none"]
+    # bcd removes what the credential was made from, once it has joined with it.
+    assert "-/etc/bcd" in unit["ReadWritePaths"][0].split()
     # A driver that is loaded later must be reachable.
     assert "DeviceAllow" not in unit
     assert unit["DevicePolicy"] == ["auto"]
