@@ -31,6 +31,7 @@ CONFIG_VARIABLE = "BCCTL_CONFIG"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 _PRINTABLE = re.compile(r"[\x21-\x7e]+\Z")
+_KEY_FORM = re.compile(r"bck_[^.\s]+\.\S+\Z")
 _HEADER = "# Written by bcctl: `bcctl profiles --help`. It holds keys, so only its owner may read it (0600).\n"
 
 
@@ -146,6 +147,14 @@ def check_key(key: str, *, source: str) -> None:
     """Raises ProfileError unless it can be sent in a header. Does not repeat the key."""
     if not _PRINTABLE.match(key):
         raise ProfileError(f"{source}: the key holds a space or another character that no key has; copy it again")
+
+
+def check_key_form(key: str, *, source: str) -> None:
+    """Raises ProfileError unless it looks like a whole API key, before it replaces one that worked. Does not repeat it."""
+    if not key:
+        raise ProfileError(f"{source}: the key is empty; give the whole key, bck_<id>.<secret>")
+    if not _KEY_FORM.match(key):
+        raise ProfileError(f"{source}: this is not an API key, which looks like bck_<id>.<secret>; copy it again")
 
 
 def resolve_connection(

@@ -178,3 +178,26 @@ def test_a_key_is_read_from_stdin(bcctl: CommandLine, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.stdin", io.StringIO("bck_x.y\n"))
     assert bcctl("profiles", "set", "dev", "--url", "http://dev:1", "--key", "-").status == 0
     assert load_profiles(config_path()).profiles["dev"].key == "bck_x.y"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "PROFILE: --key: the key is empty; give the whole key, bck_<id>.<secret>\n"),
+        ("\n", "PROFILE: --key: the key is empty; give the whole key, bck_<id>.<secret>\n"),
+        *(
+            (bad, "PROFILE: --key: this is not an API key, which looks like bck_<id>.<secret>; copy it again\n")
+            for bad in ("x", "key_x.y", "bck_x", "bck_x.", "bck_.y", "bck_x.y z")
+        ),
+    ],
+)
+@pytest.mark.parametrize("by", ["argument", "stdin"])
+def test_what_is_no_key_leaves_the_saved_one(
+    bcctl: CommandLine, monkeypatch: pytest.MonkeyPatch, given: str, says: str, by: str
+) -> None:
+    bcctl("profiles", "set", "dev", "--url", "http://dev:1", "--key", "bck_x.saved")
+    monkeypatch.setattr("sys.stdin", io.StringIO(given))
+    key = "-" if by == "stdin" else given.strip()
+    ran = bcctl("profiles", "set", "dev", "--url", "http://dev:2", "--key", key)
+    assert (ran.status, ran.err) == (1, says)
+    assert load_profiles(config_path()).profiles["dev"] == Profile("http://dev:1", "bck_x.saved")

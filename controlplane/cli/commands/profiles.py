@@ -78,6 +78,8 @@ def set_(*, name: str, url: str | None, key: str | None) -> None:
     if key == "-":
         prompt = "API key: " if sys.stdin.isatty() else None
         key = click.prompt(prompt, hide_input=True, err=True) if prompt else sys.stdin.readline().strip()
+    if key is not None:
+        store.check_key_form(key, source="--key")
     path = store.write_profile(
         name,
         url if url is not None else old.url if old else "",
