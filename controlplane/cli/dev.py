@@ -407,7 +407,11 @@ async def _announce(client: AsyncApiClient, settings: DevSettings, profile: str,
     size = f"{pool['gpus']} GPUs" if settings.variant == "h100" else f"{pool['vcpus']} vCPUs"
     say(f"Pool {pool['slug']} ({pool['id']}): {size}")
     say("Ready. In another terminal:")
-    # as it was started: a newcomer has not put the environment on the PATH
+    say(f"  {first_command(profile, settings.variant)}")
+
+
+def first_command(profile: str, variant: Variant) -> str:
+    """What to type next, as it was started: a newcomer has not put the environment on the PATH."""
     program = "bcctl" if shutil.which("bcctl") else sys.argv[0]
-    chosen = "" if profile == PROFILE else f" --profile {profile}"
-    say(f"  {program}{chosen} {_NEXT[settings.variant]}")
+    chosen = "" if load_profiles(config_path()).current == profile else f" --profile {profile}"
+    return f"{program}{chosen} {_NEXT[variant]}"
