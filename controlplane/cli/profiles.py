@@ -150,7 +150,7 @@ def check_key(key: str, *, source: str) -> None:
 
 
 def check_key_form(key: str, *, source: str) -> None:
-    """Raises ProfileError unless it looks like a whole API key, before it replaces one that worked. Does not repeat it."""
+    """Raises ProfileError unless it looks like a whole API key. Does not repeat it."""
     if not key:
         raise ProfileError(f"{source}: the key is empty; give the whole key, bck_<id>.<secret>")
     if not _KEY_FORM.match(key):

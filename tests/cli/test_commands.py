@@ -113,7 +113,15 @@ def test_keys_are_shown_once_and_end_at_once(server: CommandServer, bcctl: Comma
     assert shown["key"].partition(".")[2] not in listed
     assert shown["id"] in listed
     assert "key " not in bcctl("keys", "get", shown["id"]).value
-    assert bcctl("keys", "revoke", shown["id"]).status == 0
+    ran = bcctl("keys", "revoke", shown["id"])
+    asked = f"CONFIRM: Revoke {shown['id']}? Whoever uses it is refused from then on."
+    assert (ran.status, ran.err.splitlines()[0]) == (1, asked)
+    assert bcctl("keys", "get", shown["id"], "--query", "revoked_at").value == "null"
+    own = server.key.partition(".")[0].replace("bck_", "key_")
+    ran = bcctl("keys", "revoke", own)
+    asked = f"CONFIRM: Revoke {own}, the key in use, from BCCTL_KEY? This bcctl is refused from then on."
+    assert (ran.status, ran.err.splitlines()[0]) == (1, asked)
+    assert bcctl("keys", "revoke", shown["id"], "--yes").status == 0
     ran = bcctl("nodes", "list", BCCTL_KEY=shown["key"])
     assert ran.err.startswith("UNAUTHENTICATED: ")
     assert ran.err.endswith("hint: the key comes from BCCTL_KEY\n")
@@ -331,7 +339,9 @@ def test_join_tokens_print_the_line_to_paste(server: CommandServer, bcctl: Comma
     assert token_id in token[0]
     assert "gpu-7" in token
     assert secret not in bcctl("join-tokens", "get", token[0]).value
-    assert bcctl("join-tokens", "revoke", token[0], "--query", "id").value == token[0]
+    ran = bcctl("join-tokens", "revoke", token[0])
+    assert ran.err.startswith(f"CONFIRM: Revoke {token[0]}? No server can join with it from then on.\n")
+    assert bcctl("join-tokens", "revoke", token[0], "--yes", "--query", "id").value == token[0]
     assert rows(bcctl("join-tokens", "list", "--pool", "h100").value)[0][2] == "revoked"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.options import DURATION, NounGroup, given, list_options, pass_session
+from controlplane.cli.options import DURATION, NounGroup, confirm, given, list_options, pass_session, yes_option
 from controlplane.cli.render import Column, show_value
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def get(session: Session, *, token_id: str) -> None:
 
 @command.command("revoke")
 @click.argument("token_id", metavar="ID")
+@yes_option
 @pass_session
-def revoke(session: Session, *, token_id: str) -> None:
+def revoke(session: Session, *, token_id: str, yes: bool) -> None:
     """End a token at once; nodes that joined with it stay."""
+    confirm(f"Revoke {token_id}? No server can join with it from then on.", yes=yes)
     session.show(session.change("joinTokens/revoke", {"id": token_id}), skip=["token", "command"])

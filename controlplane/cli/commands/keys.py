@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.options import DURATION, NounGroup, given, list_options, pass_session, tenant_option
+from controlplane.cli.options import (
+    DURATION,
+    NounGroup,
+    confirm,
+    given,
+    list_options,
+    pass_session,
+    tenant_option,
+    yes_option,
+)
 from controlplane.cli.render import Column
 
 if TYPE_CHECKING:
@@ -93,7 +102,14 @@ def get(session: Session, *, key_id: str) -> None:
 
 @command.command("revoke")
 @click.argument("key_id", metavar="ID")
+@yes_option
 @pass_session
-def revoke(session: Session, *, key_id: str) -> None:
+def revoke(session: Session, *, key_id: str, yes: bool) -> None:
     """End a key at once."""
+    own = session.connection.key
+    if own is not None and own.value.partition(".")[0].removeprefix("bck_") == key_id.removeprefix("key_"):
+        text = f"Revoke {key_id}, the key in use, from {own.source}? This bcctl is refused from then on."
+    else:
+        text = f"Revoke {key_id}? Whoever uses it is refused from then on."
+    confirm(text, yes=yes)
     session.show(session.change("apiKeys/revoke", {"id": key_id}), skip=["key"])
