@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from agent.app import agent_version, describe_machine
-from agent.config import DRIVERS, VARIANTS, Config, ConfigError, load_config
+from agent.config import DEFAULT_CONFIG, DRIVERS, VARIANTS, Config, ConfigError, load_config
 from agent.doctor import examine, find_refusal, is_shut_out
 from agent.drivers.base import DriverError
 from agent.exits import CommandFailed, ExitCode
@@ -45,7 +45,7 @@ from shared.joining import BadToken
 from shared.logs import configure_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
     from agent.config import DriverName
     from agent.drivers.fake import Variant
@@ -207,10 +207,28 @@ async def _join(config: Config, flags: JoinFlags) -> None:
             click.echo(f"joined as {membership.node_id}; key and certificate are in {config.state_dir}")
         else:
             click.echo(f"already joined as {membership.node_id} to {membership.server}; nothing to do")
+            for words in _ignored(config, membership.machine):
+                click.echo(f"warning: {words}", err=True)
         if flags.wait:
             await wait_for_acceptance(config, hardware, click.echo)
         elif not is_in_use(config.state_dir / JOURNAL_FILE):
             click.echo(f"next: {_how_to_run(config)}")
+
+
+def _ignored(config: Config, joined: Machine) -> Iterator[str]:
+    """What was said that is not what the machine joined with, and that `bcd run` will not know of either."""
+    service = load_config(None, {})
+    for name, said, known, stored in (
+        ("simulate", config.simulate, service.simulate, joined.variant),
+        ("driver", config.driver, service.driver, joined.driver),
+        ("cdi-dir", config.cdi_dir and str(config.cdi_dir), service.cdi_dir and str(service.cdi_dir), joined.cdi_dir),
+    ):
+        if said and said not in (known, stored):
+            key = "cdi.dir" if name == "cdi-dir" else name
+            yield (
+                f"--{name} {said} is ignored: it joined with {stored or 'none'}; give it to `bcd run`,"
+                f" set {key} in {DEFAULT_CONFIG}, or join again with --force and another token"
+            )
 
 
 def _how_to_run(config: Config) -> str:

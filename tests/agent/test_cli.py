@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from agent.app import agent_version
 from agent.main import main
+from agent.membership import Machine
 from agent.snapshot import STATUS_FILE, BoundView, DiagnosisView, SessionView, Snapshot, read_snapshot, write_snapshot
 from agent.status import format_snapshot
 from shared.joining import make_token
@@ -78,6 +79,22 @@ def test_joined_already_is_told_apart_from_joined_elsewhere(tmp_path: Path):
     other = bcd("join", plane.url, "--pin", PIN, *where)
     assert other.exit_code == 7
     assert "bcd leave" in other.output
+
+
+def test_what_differs_from_the_join_is_not_ignored_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plane = StubPlane()
+    plane.enrol(tmp_path / "state", Machine(driver="simulated", variant="h100", name="n", cdi_dir="/srv/cdi"))
+    config = tmp_path / "bcd.toml"
+    monkeypatch.setattr("agent.config.DEFAULT_CONFIG", config)
+    join = ("join", plane.url, "--pin", plane.pin, "--state-dir", str(tmp_path / "state"))
+    assert "warning" not in bcd(*join, "--simulate", "h100", "--cdi-dir", "/srv/cdi").output
+    said = bcd(*join, "--simulate", "cpu", "--cdi-dir", str(tmp_path / "cdi"))
+    assert said.exit_code == 0
+    assert "warning: --simulate cpu is ignored: it joined with h100; give it to `bcd run`" in said.output
+    assert f"warning: --cdi-dir {tmp_path / 'cdi'} is ignored: it joined with /srv/cdi; " in said.output
+    # what the settings say the service will know
+    config.write_text('simulate = "cpu"\n')
+    assert "warning" not in bcd(*join, "--simulate", "cpu").output
 
 
 def test_what_comes_next_names_the_state_directory_unless_the_service_knows_it(
