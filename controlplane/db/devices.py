@@ -298,7 +298,7 @@ def load_mig_units(tx: Tx, pool_id: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """A device as operators see it; `held_by` is the reservation that holds it, or any part of it, now.
+    """A device as operators see it; `held_by` are the reservations that hold it or a part of it now, oldest hold first.
 
     `instances` are those of a GPU in MIG mode, as `uuid`, `profile`, `start`, `size`, `memory_mib`, `why_not` and
     `held_by`, by where they are.
@@ -319,7 +319,7 @@ class DeviceRow:
     nvlink_group: int | None
     health: str
     health_reason: str
-    held_by: str | None
+    held_by: list[str]
     time_slots: int
     mig: bool
     instances: list[Mapping[str, Any]]
@@ -330,10 +330,10 @@ class DeviceRow:
 _ROW = """
   select d.device_id, d.public_id, d.node_id, n.public_id as node_public_id, n.name as node_name, p.slug as pool_slug,
     d.slot, d.uuid, d.serial, d.model, d.pci_bus_id, d.memory_mib, d.nvlink_group, d.health, d.health_reason,
-    (select r.public_id from allocation a join reservation r using (reservation_id)
-     where d.retired_at is null and a.node_id = d.node_id and a.released_at is null
-       and a.spans && int4multirange(int4range(d.slot * 48, (d.slot + 1) * 48))
-     order by a.allocation_id limit 1) as held_by,
+    array(select r.public_id from allocation a join reservation r using (reservation_id)
+          where d.retired_at is null and a.node_id = d.node_id and a.released_at is null
+            and a.spans && int4multirange(int4range(d.slot * 48, (d.slot + 1) * 48))
+          group by r.public_id order by min(a.allocation_id)) as held_by,
     d.time_slots, d.mig,
     case when d.mig then coalesce((
       select jsonb_agg(jsonb_build_object(

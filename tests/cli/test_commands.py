@@ -201,6 +201,9 @@ def test_a_gpu_is_shared_in_time_slots(server: CommandServer, bcctl: CommandLine
     assert (quarter["gpus"], quarter["state"], quarter["parts"][0]["gpu_uuids"]) == (0, "active", ["GPU-0001-7"])
     mixed = bcctl(*what, "--device", "slot.1/4=1", "--device", "gpu=2", "--vcpus", "4")
     assert fields(mixed.value)["asked for"] == "2 GPUs, 1 x slot.1/4, 4 vCPUs"
+    both = [quarter["id"], fields(mixed.value)["reservation"]]
+    assert fields(bcctl("devices", "get", "GPU-0001-7").value)["held by"] == ", ".join(both)
+    assert "2 reservations" in bcctl("devices", "list", "--node", "node-1").value.splitlines()[-1]
     ran = bcctl("devices", "unshare", "GPU-0001-7")
     assert ran.err.startswith(f"CONFLICT: device: GPU-0001-7 is booked or held ({quarter['id']}, ")
     assert "; cordon its node, and make it whole when they have ended\n" in ran.err

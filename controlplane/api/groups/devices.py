@@ -56,7 +56,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_group: Annotated[int | None, msgspec.Meta(description="GPUs of a node with equal numbers are linked.")]
     health: Health
     health_reason: str
-    held_by: Annotated[str | None, msgspec.Meta(description="The reservation that holds it, or a part of it, now.")]
+    held_by: Annotated[
+        list[str], msgspec.Meta(description="Reservations that hold it now: of a whole GPU one, or one for each part.")
+    ]
     time_slots: Annotated[int, msgspec.Meta(description="Into how many it is shared; 1 if it is given out whole.")]
     mig: Annotated[bool, msgspec.Meta(description="In MIG mode: given out as its instances, and not whole.")]
     mig_instances: list[MigInstance]

@@ -23,6 +23,12 @@ def _shared(device: Mapping[str, Any]) -> str:
     return f"1/{device['time_slots']}" if device["time_slots"] > 1 else ""
 
 
+def _holders(device: Mapping[str, Any]) -> str:
+    """Who holds it; of many, how many: `devices get` names them."""
+    holders: list[str] = device["held_by"]
+    return f"{len(holders)} reservations" if len(holders) > 1 else "".join(holders)
+
+
 COLUMNS = (
     Column("node", "node_name"),
     Column("slot", "slot", right=True),
@@ -30,7 +36,7 @@ COLUMNS = (
     Column("model", "model", shrinks=True, drops=2),
     Column("health", "health"),
     Column("shared", _shared, drops=1),
-    Column("held by", "held_by", drops=1),
+    Column("held by", _holders, drops=1),
     Column("note", lambda device: device["health_reason"], shrinks=True, drops=3),
 )
 
