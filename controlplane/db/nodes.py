@@ -146,6 +146,17 @@ def mark_quarantined(tx: Tx, node_id: int, *, reason: str) -> bool:
     )
 
 
+def reword_quarantine(tx: Tx, node_id: int, reason: str) -> None:
+    """Give a locked, quarantined node another reason."""
+    tx.execute(
+        """
+        update node set quarantine_reason = %(reason)s, version = version + 1
+        where node_id = %(node)s and provision_state = 'quarantined' and quarantine_reason <> %(reason)s
+        """,
+        {"node": node_id, "reason": reason},
+    )
+
+
 def mark_decommissioned(tx: Tx, node_id: int) -> bool:
     return (
         tx.execute(

@@ -249,6 +249,10 @@ def _quarantine(tx: Tx, call: Call, typed: NodeActWithReason, target: Target[Nod
         if not lifecycle.quarantine(tx, node, reason):
             raise Conflict(f"node: {node.name} is {node.provision_state}; there is nothing to quarantine", field="node")
         lifecycle.wake_booked(tx, node.node_id)
+    elif typed.reason:
+        # as a cordon does; holders read the reason, too
+        nodes.reword_quarantine(tx, node.node_id, typed.reason)
+        lifecycle.wake_booked(tx, node.node_id)
     return _done(tx, call, target.row)
 
 

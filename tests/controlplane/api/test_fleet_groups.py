@@ -187,6 +187,13 @@ async def test_quarantine_and_back(dsn: Dsn) -> None:
         node = await api.ok("nodes/quarantine", node="node-0", reason="smells burnt")
         assert (node["provision_state"], node["quarantine_reason"]) == ("quarantined", "smells burnt")
         assert (await fleet.load(held.reservation_id)).state == "binding"
+        # said again it keeps the reason, or takes a better one, which the holders read; and it is no other event
+        assert (await api.ok("nodes/quarantine", node="node-0"))["quarantine_reason"] == "smells burnt"
+        fleet.execute("delete from work_queue")
+        node = await api.ok("nodes/quarantine", node="node-0", reason="the fan")
+        assert node["quarantine_reason"] == "the fan"
+        assert ("reservation", str(held.reservation_id)) in queued(fleet)
+        assert events(fleet, "node.") == ["node.quarantined"]
         node = await api.ok("nodes/unquarantine", node="node-0")
         assert node["provision_state"] == "adopting"
         assert ("node", str(fleet.nodes[0].node_id)) in queued(fleet)
