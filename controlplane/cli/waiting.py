@@ -68,5 +68,8 @@ def _is_usable(found: JsonObject) -> bool:
     state: str = found["state"]
     if state in ENDED or state == "releasing":
         code = f"RESERVATION_{state.upper()}"
-        raise Failed(code, f"{found['id']} ended before it could be used: {why_ended(found)}")
+        how = "ended before it could be used"
+        if found["active_at"] is not None:
+            how = "is ending" if state == "releasing" else "has ended"
+        raise Failed(code, f"{found['id']} {how}: {why_ended(found)}")
     return state == "active" or is_placed_for_later(found)

@@ -101,6 +101,16 @@ async def test_an_end_before_its_use_is_a_failure(
     assert str(failed.value).endswith(f"ended before it could be used: {reason}")
 
 
+@pytest.mark.parametrize(("state", "says"), [("released", "has ended"), ("releasing", "is ending")])
+async def test_the_end_of_what_was_used_is_said_to_be_that(
+    autojump_clock: trio.testing.MockClock, state: str, says: str
+) -> None:
+    waiting, _ = watch({**ACTIVE, "state": state, "end_cause": "released_by_holder", "end_detail": ""})
+    with pytest.raises(Failed) as failed:
+        await waiting.wait_usable()
+    assert str(failed.value).endswith(f" {says}: released_by_holder")
+
+
 @pytest.mark.parametrize(
     ("start", "placed_at", "usable"),
     [
