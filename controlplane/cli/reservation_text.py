@@ -39,6 +39,12 @@ def describe(found: Mapping[str, Any]) -> str:
     return line
 
 
+def _borrows(found: Mapping[str, Any]) -> str:
+    """How much of it is lent, and may be taken back by preemption."""
+    count = found["borrows"]
+    return f"{count} GPU{'s' if count != 1 else ''} beyond what its quota guarantees" if count else ""
+
+
 def _estimate(found: Mapping[str, Any]) -> str:
     start = found["estimated_start"]
     return show_time(datetime.fromisoformat(start)) if start else ""
@@ -98,6 +104,7 @@ def pairs_of(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("ended", why_ended(found) if found["end_cause"] or found["end_detail"] else ""),
         ("pool", found["pool"]),
         ("asked for", asked_of(found)),
+        ("borrows", _borrows(found)),
         ("selector", ", ".join(found["selector"])),
         ("window", window_of(found)),
         ("tenant", found["tenant"] if found["project"] is None else f"{found['tenant']} / {found['project']}"),

@@ -19,7 +19,9 @@ def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()[1:]]
 
 
-def test_a_series_is_planned_made_listed_and_cancelled(server: CommandServer, bcctl: CommandLine) -> None:
+def test_a_series_is_planned_made_listed_and_cancelled(
+    server: CommandServer, bcctl: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     when = ("--first", "2031-03-29", "--count", "2")
     planned = bcctl("series", "create", *RULE, *when, "--plan").value
     assert planned.startswith("DATE")
@@ -33,6 +35,10 @@ def test_a_series_is_planned_made_listed_and_cancelled(server: CommandServer, bc
     (listed,) = rows(bcctl("series", "list").value)
     assert listed[0].startswith("ser_")
     assert "2 of 2" in " ".join(listed)
+    with monkeypatch.context() as wide:
+        wide.setenv("COLUMNS", "200")
+        (listed,) = rows(bcctl("series", "list").value)
+    assert "every day 22:00-06:00, Europe/Berlin" in " ".join(listed)
     assert bcctl("series", "get", listed[0], "--query", "windows[0].end").value == "2031-03-30T04:00:00Z"
     cancelled = bcctl("series", "cancel", listed[0], "--yes").value
     assert cancelled.count("cancelled") >= 2

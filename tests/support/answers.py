@@ -119,6 +119,7 @@ OVERDUE: dict[str, Any] = {
     "id": "rsv_01jd0000000000000000000002",
     "state": "releasing",
     "conditions": ["overrun"],
+    "borrows": 2,
     "end_cause": "window_ended",
     "parts": [PART | {"connectivity": "unreachable", "state": "releasing"}],
 }
@@ -234,6 +235,17 @@ EVENTS = [
         **EVENT,
         "kind": "reservation.queued",
         "data": {**EVENT["data"], "nodes": [], "reason": "most free on one node: 4"},
+    },
+    {
+        **EVENT,
+        "kind": "reservation.condition",
+        "data": {
+            **EVENT["data"],
+            "condition": "impaired",
+            "present": True,
+            "reason": "h100-03: GPU-1 is missing",
+            "faults": [{"node": "h100-03", "reason": "GPU-1 is missing", "gpu_uuids": ["GPU-1"]}],
+        },
     },
     {
         **EVENT,

@@ -26,6 +26,8 @@ _COLOURS = {"reservation.active": "green", "reservation.released": "yellow"}
 _SIZE = frozenset(
     {"pool", "gpu_model", "nodes", "node_count", "whole_node", "gpus", "gpus_per_node", "vcpus", "memory_mib"}
 )
+# Each fault is in the reason, too, in words.
+_SAID = frozenset({"faults"})
 # A gang's line is for a person: the rest is in `bcctl reservations get`.
 _NODES_SHOWN = 4
 _KIND_WIDTH = 24
@@ -62,7 +64,7 @@ def _pairs(data: Mapping[str, Any]) -> list[str]:
 
 def _rest(data: Mapping[str, Any]) -> list[str]:
     """What a reservation's event says beside its size and place."""
-    return _pairs({name: value for name, value in data.items() if name not in _SIZE})
+    return _pairs({name: value for name, value in data.items() if name not in _SIZE and name not in _SAID})
 
 
 def _detail(event: Mapping[str, Any]) -> str:

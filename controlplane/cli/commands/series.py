@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from controlplane.cli.amounts import show_duration
 from controlplane.cli.commands import reserve
 from controlplane.cli.options import DURATION, NounGroup, confirm, given, list_options, pass_session, yes_option
 from controlplane.cli.render import Column, render_table, to_the_minute
@@ -34,7 +35,11 @@ def _when(found: Mapping[str, Any]) -> str:
     rule = found["rule"]
     often = rule["every"] if rule["interval"] == 1 else f"{rule['interval']} {rule['every']}s"
     days = f" on {','.join(rule['days'])}" if rule.get("days") else ""
-    return f"every {often}{days} from {rule['from_time']}, {found['time_zone']}"
+    if rule.get("to_time"):
+        until = f"-{rule['to_time']}" + (f"+{rule['to_days']}d" if rule.get("to_days") else "")
+    else:
+        until = f" for {show_duration(rule['duration_s'])}"
+    return f"every {often}{days} {rule['from_time']}{until}, {found['time_zone']}"
 
 
 COLUMNS = (
