@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import ssl
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Final, cast
 
 import structlog
 import trio
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from controlplane.app import Sockets, open_app
 from controlplane.config import ConfigError, parse_address
-from controlplane.serving import Tls, serve_asgi
+from controlplane.serving import Tls, load_tls, serve_asgi
 from shared.garbage import collect_less_often
 
 if TYPE_CHECKING:
@@ -97,15 +101,16 @@ async def run_server(
 ) -> None:
     """Run until `stop` is set, then stop in stages. Started when everything is served.
 
-    Raises what `open_app` raises, before it is started.
+    Raises what `open_app` raises, before it is started, and ConfigError for TLS files that cannot be used.
     """
     collect_less_often()
+    public_tls = await trio.to_thread.run_sync(check_tls, config)
     async with open_app(config, sockets) as app:
         try:
             async with trio.open_nursery() as nursery:
                 # its own event: the applications stop listening only after balancers were told
                 ending = trio.Event()
-                for serve in _services(config, sockets, app, ending):
+                for serve in _services(sockets, app, ending, public_tls):
                     await nursery.start(serve)
                 if app.gateway is not None:
                     await app.gateway.wait_serving()
@@ -119,12 +124,50 @@ async def run_server(
             _log.info("server.stopped")
 
 
-def _services(config: Config, sockets: Sockets, app: App, ending: trio.Event) -> list[Callable[..., Awaitable[None]]]:
+def check_tls(config: Config) -> Tls | None:
+    """The files of the public API's TLS, tried before anything is started; None for none. Raises ConfigError."""
+    if "api" not in config.roles or not config.api.tls_certificate:
+        return None
+    tls = Tls(Path(config.api.tls_certificate), Path(config.api.tls_key))
+    try:
+        x509.load_pem_x509_certificates(_read_pem(tls.certificate, key="api.tls_certificate"))
+    except ValueError as exc:
+        raise ConfigError(
+            f"api.tls_certificate: {tls.certificate} holds no certificate; give the chain in PEM, its own first"
+        ) from exc
+    try:
+        load_pem_private_key(_read_pem(Path(config.api.tls_key), key="api.tls_key"), password=None)
+    except TypeError as exc:  # cryptography's for a passphrase that it was not given
+        raise ConfigError(
+            f"api.tls_key: {tls.key} is encrypted; give the key without a passphrase, as in `openssl pkey -in … -out …`"
+        ) from exc
+    except (ValueError, UnsupportedAlgorithm) as exc:
+        raise ConfigError(f"api.tls_key: {tls.key} holds no private key; give it in PEM") from exc
+    try:
+        load_tls(tls)
+    except ssl.SSLError as exc:
+        problem = (exc.reason or str(exc)).lower().replace("_", " ")
+        raise ConfigError(
+            f"api.tls_key: {tls.key} cannot be used with api.tls_certificate ({problem});"
+            " give the key that the certificate was made for"
+        ) from exc
+    return tls
+
+
+def _read_pem(path: Path, *, key: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(
+            f"{key}: {path}: {exc.strerror}; correct the path, or let the user that this process runs as read the file"
+        ) from exc
+
+
+def _services(
+    sockets: Sockets, app: App, ending: trio.Event, public_tls: Tls | None
+) -> list[Callable[..., Awaitable[None]]]:
     if app.api is None:
         return []
-    public_tls = None
-    if config.api.tls_certificate:
-        public_tls = Tls(Path(config.api.tls_certificate), Path(config.api.tls_key))
     join_tls = Tls(app.api.keys.join_server, client_ca=app.api.keys.service_ca)
     return [
         partial(

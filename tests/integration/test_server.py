@@ -113,6 +113,18 @@ async def test_a_port_in_use_is_named(dsn: Dsn, tmp_path: Path) -> None:
         assert f"gateway.listen: 127.0.0.1:{stack.ports[2]} is in use" in refused.stderr
 
 
+async def test_tls_files_are_tried_before_anything_is_started(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path, serve=False) as stack:
+        config = tmp_path / "config.toml"
+        tls = f'tls_certificate = "{tmp_path}/api.crt"\ntls_key = "{tmp_path}/api.key"\n'
+        config.write_text(config.read_text().replace("[api]\n", f"[api]\n{tls}"))
+        refused = await stack.run("bcctl", "serve", "--config", str(config))
+        assert refused.returncode == 1
+        assert f"CONFIG: api.tls_certificate: {tmp_path}/api.crt: No such file" in refused.stderr
+        assert stack.sql("select name from lease") == []
+        assert not (tmp_path / "keys").exists()
+
+
 async def test_keys_that_others_can_read_are_refused(dsn: Dsn, tmp_path: Path) -> None:
     async with open_stack(dsn, tmp_path) as stack:
         stack.server.kill(signal.SIGTERM)
