@@ -63,9 +63,10 @@ def reporting() -> Generator[None]:
         failed = Failed("MIGRATION", str(_first(group, MigrationError)))
     except* DatabaseError as group:
         problem = _first(group, DatabaseError)
-        failed = Failed(
-            "DATABASE", f"{type(problem).__name__}: {problem}", "is PostgreSQL up, and `database.dsn` right?"
-        )
+        hint = "is PostgreSQL up, and `database.dsn` right?"
+        if "password" in str(problem):
+            hint = "the file that `passfile` in database.dsn names needs a line with this role's password"
+        failed = Failed("DATABASE", f"{type(problem).__name__}: {problem}", hint)
     except* KeysError as group:
         failed = Failed("KEYS", str(_first(group, KeysError)))
     except* UnsafeFile as group:

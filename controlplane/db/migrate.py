@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, LiteralString, cast
 
 import psycopg
 
-from controlplane.db.tx import DatabaseUnavailable
+from controlplane.db.pool import no_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +108,7 @@ def current_version(dsn: str) -> int:
                 return 0
             row = conn.execute("select coalesce(max(number), 0) from schema_migration").fetchone()
     except psycopg.OperationalError as exc:
-        raise DatabaseUnavailable(str(exc).strip()) from exc
+        raise no_connection(dsn, exc) from exc
     except psycopg.Error as exc:
         raise MigrationError(f"cannot read the version of the database: {exc}") from exc
     assert row is not None

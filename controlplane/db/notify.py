@@ -19,7 +19,7 @@ import structlog
 import trio
 from psycopg import sql
 
-from controlplane.db.pool import CONNECT_TIMEOUT_S, KEEPALIVE
+from controlplane.db.pool import CONNECT_TIMEOUT_S, KEEPALIVE, no_connection
 from controlplane.db.tx import DatabaseUnavailable
 from shared.backoff import Backoff
 
@@ -117,7 +117,7 @@ def _connect(dsn: str, application_name: str) -> psycopg.Connection[Any]:
             **KEEPALIVE,
         )
     except psycopg.Error as exc:
-        raise DatabaseUnavailable(str(exc)) from exc
+        raise no_connection(dsn, exc) from exc
 
 
 class Doorbell:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import psycopg
 import trio
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from controlplane.db.tx import (
@@ -37,7 +37,6 @@ from controlplane.db.tx import (
     UnknownCommit,
     run_reading,
     run_transaction,
-    translated,
 )
 
 if TYPE_CHECKING:
@@ -84,6 +83,12 @@ class DatabaseConfig:
 
     def __post_init__(self) -> None:
         assert self.pool_size > 0
+
+
+def no_connection(dsn: str, exc: psycopg.Error) -> DatabaseUnavailable:
+    """Return our error for a login that failed, with the login role, which libpq's message often lacks."""
+    user = conninfo_to_dict(dsn).get("user")
+    return DatabaseUnavailable(f"login as {user}: {str(exc).strip()}" if user else str(exc).strip())
 
 
 class BadDsn(ValueError):
@@ -329,8 +334,7 @@ def _probe(config: DatabaseConfig) -> None:
     try:
         psycopg.connect(config.dsn, **_connection_options(config)).close()
     except psycopg.Error as exc:
-        ours = translated(exc)
-        raise (ours if isinstance(ours, DatabaseUnavailable) else DatabaseUnavailable(str(exc))) from exc
+        raise no_connection(config.dsn, exc) from exc
 
 
 def _connection_options(config: DatabaseConfig) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from controlplane.config import ConfigError
-from controlplane.db.pool import CONNECT_TIMEOUT_S, role_dsn
-from controlplane.db.tx import DatabaseUnavailable
+from controlplane.db.pool import CONNECT_TIMEOUT_S, no_connection, role_dsn
 
 if TYPE_CHECKING:
     from controlplane.config import DatabaseSection
@@ -46,4 +45,4 @@ def _is_pooled(dsn: str) -> bool:
             row = conn.execute("select pg_backend_pid()").fetchone()
             return row != (conn.info.backend_pid,)
     except psycopg.OperationalError as exc:
-        raise DatabaseUnavailable(str(exc).strip()) from exc
+        raise no_connection(dsn, exc) from exc

@@ -86,7 +86,7 @@ async def test_leases_are_free_after_a_clean_stop(dsn: Dsn, tmp_path: Path) -> N
         (("keys_dir", "keys_dri"), ["CONFIG", "keys_dri"]),
         (("[database]\ndsn", "[database]\ndns"), ["CONFIG", "dns"]),
         (("https://", "http://"), ["CONFIG", "gateway.endpoints", "https://"]),
-        (("host=", "host=/nowhere"), ["DATABASE", "nowhere"]),
+        (("host=", "host=/nowhere"), ["DATABASE", "login as bc_api: ", "nowhere", "is PostgreSQL up"]),
         (("dbname=", "dbnam="), ["CONFIG", "database.dsn", "dbnam", "hint:"]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
@@ -12,11 +13,17 @@ import pytest
 import trio
 import trio.testing
 
+from controlplane.config import DatabaseSection
 from controlplane.db.embedded import EmbeddedPostgres
-from controlplane.db.pool import Database, DatabaseConfig, TxRecord, open_database
+from controlplane.db.migrate import current_version
+from controlplane.db.notify import run_listener
+from controlplane.db.pool import Database, DatabaseConfig, TxRecord, open_database, role_dsn
+from controlplane.db.pooler import check_direct
 from controlplane.db.tx import DatabaseUnavailable, Forbidden, NestedTransaction, Tx
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.postgres import Dsn
 
 WAIT_S = 10
@@ -122,6 +129,34 @@ async def test_a_restarted_server_is_used_again() -> None:
                         break
                     except DatabaseUnavailable:
                         await trio.lowlevel.checkpoint()
+
+
+async def _demand_password(stream: trio.SocketStream) -> None:
+    async with stream:
+        await stream.receive_some()  # the start-up packet
+        await stream.send_all(b"R\x00\x00\x00\x08\x00\x00\x00\x03")  # AuthenticationCleartextPassword
+        await stream.receive_some()  # the end: libpq has none to send
+
+
+async def test_a_missing_password_says_whose(tmp_path: Path) -> None:
+    """libpq's own words for it have no role in them, and a process has several."""
+    says = r"login as bc_worker: .*no password supplied"
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    server = f"host=127.0.0.1 port={listener.socket.getsockname()[1]} dbname=x"
+    section = DatabaseSection(dsn=f"{server} sslmode=disable gssencmode=disable passfile={tmp_path}/none")
+    dsn = role_dsn(section.dsn, "bc_worker")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, _demand_password, [listener])
+        with pytest.raises(DatabaseUnavailable, match=says):
+            async with open_database(DatabaseConfig(dsn)):
+                pytest.fail("opened")
+        with pytest.raises(DatabaseUnavailable, match=says):
+            await trio.to_thread.run_sync(current_version, dsn)
+        with pytest.raises(DatabaseUnavailable, match=says):
+            await trio.to_thread.run_sync(check_direct, section, "bc_worker")
+        with pytest.raises(DatabaseUnavailable, match=says):
+            await nursery.start(partial(run_listener, dsn, {"bc_work": print}, on_reconnect=print))
+        nursery.cancel_scope.cancel("done")
 
 
 async def test_an_unreachable_database_says_why() -> None:
