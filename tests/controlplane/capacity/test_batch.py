@@ -16,10 +16,12 @@ from controlplane.capacity.place import LedgerTools
 from controlplane.db import leases, reservations
 from controlplane.db.leases import Fence, StaleEpoch
 from controlplane.db.tx import LockTimeout
+from controlplane.model.planner import NoPlan
 from controlplane.queue.outcome import Again
 from controlplane.reconcilers.placement import HELD_S, placement_reconciler
 from controlplane.reconcilers.specs import rewrite_if_stale
 from tests.support.ledgers import LedgerFleet, open_fleet
+from tests.support.quotas import set_quota, used
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,14 +122,21 @@ async def test_a_part_that_was_taken_meanwhile_costs_its_reservation_alone(dsn: 
         tools = LedgerTools(fleet.tools.signer, fleet.tools.ids, blind)
         await fleet.run(blind.nodes, fleet.pool_id, (await fleet.load(await fleet.draft(1))).created_at)
         monkeypatch.setattr(blind, "_read_changes", lambda *_: False)
+        set_quota(fleet, 1, 64)
         assert (await fleet.reserve(1)).state == "binding"
         gang, single = await queue(fleet, 8, nodes=2), await queue(fleet, 4)
         lost = await fleet.run(place_batch, tools, fleet.pool_id, ids=[gang, single])
         assert (lost.placed, lost.lost) == (0, 1)
+        assert used(fleet) == {1: 1}
+        # of the gang nothing stays on the node that it could have had
+        assert fleet.execute("select count(*) from booking where reservation_id = %s", gang) == [(0,)]
+        assert fleet.execute("select count(*) from allocation where reservation_id = %s", gang) == [(0,)]
+        fleet.assert_sound()
         # its nodes have been read again, so the next batch knows better
         blind.end_pass(fleet.pool_id)
         assert (await fleet.run(place_batch, tools, fleet.pool_id, ids=[single, gang])).placed == 1
         assert await states(fleet, [gang, single]) == ["queued", "binding"]
+        assert used(fleet) == {1: 5}
         fleet.assert_sound()
 
 
@@ -163,6 +172,39 @@ async def test_a_gpu_that_has_failed_meanwhile_is_not_sold(dsn: Dsn, monkeypatch
         (hold,) = await fleet.holds(await fleet.load(reservation_id))
         assert hold.device_uuids == [fleet.nodes[0].uuids[1]]
         fleet.assert_sound()
+
+
+@pytest.mark.parametrize("placer", ["inline", "batch"])
+@pytest.mark.parametrize("changed", ["links", "labels", "MIG mode"])
+async def test_a_node_that_changed_meanwhile_is_planned_on_anew(
+    dsn: Dsn, monkeypatch: Any, changed: str, placer: str
+) -> None:
+    """Of that neither the constraints nor the counters know: the node's generation tells alone."""
+    asked: dict[str, Any] = {
+        "links": {"gpus": 8, "topology": "nvlink-all"},
+        "labels": {"gpus": 1, "selector": ["zone=a"]},
+        "MIG mode": {"gpus": 8},
+    }[changed]
+    async with open_fleet(dsn, nodes=1) as fleet:
+        fleet.execute('update node set labels = \'{"zone": "a"}\'')
+        reservation_id = await (fleet.draft(**asked) if placer == "inline" else queue(fleet, **asked))
+        await fleet.run(fleet.tools.indexes.nodes, fleet.pool_id, (await fleet.load(reservation_id)).created_at)
+        monkeypatch.setattr(fleet.tools.indexes, "_read_changes", lambda *_: False)
+        match changed:
+            case "links":
+                fleet.execute("update device set nvlink_group = slot / 4")
+            case "labels":
+                fleet.execute("update node set labels = '{}'")
+            case _:
+                fleet.execute("update device set mig = true where slot = 0")
+        if placer == "inline":
+            assert isinstance(await fleet.try_place(reservation_id), NoPlan)
+        else:
+            made = await place(fleet)
+            assert (made.placed, made.lost) == (0, 1)
+            made = await place(fleet)
+            assert (made.placed, made.lost) == (0, 0), "the node was read anew for that"
+        assert fleet.execute("select count(*) from booking") == [(0,)]
 
 
 @pytest.mark.parametrize("placer", ["inline", "pool-lease"])
