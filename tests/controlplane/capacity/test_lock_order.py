@@ -1,7 +1,7 @@
-"""Whatever books or releases takes quotas before nodes, so that two of them never wait for one another.
+"""Whatever books or releases takes quotas before nodes, and nodes by their ids, so that two never wait for one another.
 
-Somebody else holds the quota. The step under test comes as far as that and waits; it may not have locked a node by
-then, or the one it waits for could be waiting for that node.
+Somebody else holds the row that comes first. The step under test comes as far as that and waits; it may not have
+locked a later one by then, or the one it waits for could be waiting for that.
 """
 
 from __future__ import annotations
@@ -95,4 +95,40 @@ async def test_quotas_come_before_nodes(dsn: Dsn, what: str) -> None:
                 # raises LockNotAvailable if the step has it
                 other.execute("select 1 from node for update nowait")
                 other.rollback()
+        assert_sound(dsn.admin)
+
+
+async def _prepare_both(fleet: LedgerFleet, what: str) -> Callable[[], Awaitable[object]]:
+    """As `_prepare`, for a step that takes both nodes; the plans of a batch name the second one first."""
+    if what == "place":
+        draft = await fleet.draft(4, nodes=2)
+        return lambda: fleet.run(_place, fleet, draft)
+    if what == "place queued ones":
+        turns = [(await fleet.draft(4, selector=[f"place={place}"])) for place in ("second", "first")]
+        for reservation_id in turns:
+            assert await fleet.run(reservations.mark_queued, reservation_id, "draft", reason="")
+        return lambda: fleet.run(place_batch, fleet.tools, fleet.pool_id, ids=turns)
+    gang = await fleet.reserve(4, nodes=2)
+    return lambda: fleet.release(gang)
+
+
+@pytest.mark.parametrize("what", ["place", "place queued ones", "release"])
+async def test_nodes_are_locked_and_their_rows_written_in_the_order_of_their_ids(dsn: Dsn, what: str) -> None:
+    async with open_fleet(dsn, nodes=2) as fleet:
+        # the row of the first one is behind that of the second: a scan finds them the other way round
+        for node_id, place in ((2, "second"), (1, "first")):
+            fleet.execute(
+                "update node set labels = jsonb_build_object('place', %s::text) where node_id = %s", place, node_id
+            )
+        step = await _prepare_both(fleet, what)
+        with psycopg.connect(dsn.admin) as other:
+            other.execute("select 1 from node where node_id = 1 for update")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(step)
+                await _wait_blocked(dsn)
+                # raises LockNotAvailable if the step has it
+                other.execute("select 1 from node where node_id = 2 for update nowait")
+                other.rollback()
+        for rows in ("booking", "allocation") if what != "release" else ():
+            assert fleet.execute(f"select node_id from {rows} order by {rows}_id") == [(1,), (2,)]
         assert_sound(dsn.admin)

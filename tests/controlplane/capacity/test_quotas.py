@@ -14,6 +14,7 @@ from controlplane.db import reservations
 from controlplane.db.time import load_now
 from controlplane.db.tx import CheckConflict, Tx
 from controlplane.model.quotas import QuotaShort
+from tests.support import referee
 from tests.support.ledgers import open_fleet
 from tests.support.quotas import LAB, SIBLING, TEAM, plant, set_quota, used
 
@@ -57,6 +58,39 @@ async def test_a_projects_quota_counts_that_project_alone(dsn: Dsn) -> None:
         assert (await fleet.reserve(1, tenant_id=LAB)).state == "binding"
         assert used(fleet) == {LAB: 3, 1: 6}
         fleet.assert_sound()
+
+
+async def test_a_quota_of_a_pool_or_of_a_gpu_model_counts_that_alone(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        plant(fleet)
+        fleet.execute(
+            """
+            insert into pool (public_id, site_id, slug, name, kind, gpu_model)
+            values ('pool_b200', 1, 'b200', 'B200', 'gpu', 'B200'), ('pool_more', 1, 'more', 'More', 'gpu', 'H100')
+            """
+        )
+        h100, b200, more = 1, 2, 3
+        for pool_id in (b200, more):
+            fleet.pool_id = pool_id
+            fleet.add_node()
+        set_quota(fleet, 1, 16)
+        set_quota(fleet, LAB, 4, gpu_model="H100")
+        set_quota(fleet, TEAM, 4, pool_id=b200)
+        for pool_id, gpus, counted in (
+            (b200, 3, {1: 3, LAB: 0, TEAM: 3}),
+            (h100, 3, {1: 6, LAB: 3, TEAM: 3}),
+            (more, 1, {1: 7, LAB: 4, TEAM: 3}),
+            (b200, 1, {1: 8, LAB: 4, TEAM: 4}),
+        ):
+            fleet.pool_id = pool_id
+            assert (await fleet.reserve(gpus, tenant_id=TEAM)).state == "binding"
+            assert used(fleet) == counted
+        for pool_id, short in ((h100, "lab"), (b200, "team"), (more, "lab")):
+            fleet.pool_id = pool_id
+            refused = await fleet.try_place(await fleet.draft(1, tenant_id=TEAM))
+            assert isinstance(refused, QuotaShort)
+            assert f"of {short}: gpus: 1 asked, 4 of 4 in use" in refused.detail
+        referee.assert_sound(dsn.admin)
 
 
 @pytest.fixture
