@@ -137,9 +137,11 @@ def find_offering(tx: Tx, call: Call, ref: str, *, tenant_id: int | None, field:
 
     Raises NotFound, and Invalid for a slug that several tenants use.
     """
-    found = tenancy.find_offerings(tx, ref, tenant_id=tenant_id, within=call.scope.filter)
+    within = call.scope.filter
+    found = tenancy.find_offerings(tx, ref, tenant_id=tenant_id, within=within)
     if not found:
-        raise not_found("offering", ref, field=field)
+        slugs = tenancy.offering_slugs(tx, tenant_id=tenant_id, within=within, limit=_CANDIDATES_MAX)
+        raise not_found("offering", ref, field=field, candidates=slugs)
     if len(found) > 1:
         raise _ambiguous("offering", ref, [offering.tenant_slug for offering in found], field)
     return found[0]

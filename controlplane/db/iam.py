@@ -259,6 +259,20 @@ def find_principal(tx: Tx, ref: str, *, tenant_id: int) -> Principal | None:
     )
 
 
+def tenants_of_principal(tx: Tx, ref: str, *, within: Sequence[int] | None, limit: int) -> list[str]:
+    """Return the slugs of tenants that have a principal of this public id or name, for suggestions."""
+    found = tx.tuples(
+        """
+        select t.slug from iam.principal p join iam.tenant t using (tenant_id)
+        where (p.public_id = %(ref)s or p.name = %(ref)s) and p.disabled_at is null
+          and (%(within)s::int4[] is null or p.tenant_id = any (%(within)s::int4[]))
+        order by t.slug limit %(limit)s
+        """,
+        {"ref": ref, "within": None if within is None else list(within), "limit": limit},
+    )
+    return [slug for (slug,) in found]
+
+
 def insert_principal(tx: Tx, *, public_id: str, tenant_id: int, name: str, kind: PrincipalKind, role: Role) -> int:
     """Add a principal with one role in its own tenant; raises UniqueConflict for a name that is taken."""
     principal_id = tx.value(

@@ -221,6 +221,20 @@ def find_offerings(tx: Tx, ref: str, *, tenant_id: int | None, within: Sequence[
     )
 
 
+def offering_slugs(tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, limit: int) -> list[str]:
+    """Return slugs, for suggestions."""
+    found = tx.tuples(
+        """
+        select distinct slug from offering
+        where deleted_at is null and (%(tenant_id)s::int4 is null or tenant_id = %(tenant_id)s)
+          and (%(within)s::int4[] is null or tenant_id = any (%(within)s::int4[]))
+        order by slug limit %(limit)s
+        """,
+        {"tenant_id": tenant_id, "within": _filter(within), "limit": limit},
+    )
+    return [slug for (slug,) in found]
+
+
 def list_offerings(
     tx: Tx, *, tenant_id: int | None, within: Sequence[int] | None, after: int, limit: int
 ) -> list[Offering]:

@@ -53,8 +53,8 @@ def decide(bindings: Sequence[Binding], action: Action, resource: Resource) -> D
     for binding in bindings:
         if _may(binding, action) and _covers(binding, action, resource.tenant_id):
             return Decision(allowed=True, reason=f"role {binding.role}")
-    roles = ", ".join(sorted({binding.role for binding in bindings})) or "none"
-    return Decision(allowed=False, reason=f"{action.name} is not allowed here; roles: {roles}")
+    roles = ", ".join(sorted({binding.role for binding in bindings}))
+    return Decision(allowed=False, reason=f"no role allows it, only {roles} held" if roles else "no role is held")
 
 
 def scope(bindings: Sequence[Binding], action: Action | None) -> Scope:

@@ -18,13 +18,16 @@ from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, Ref, Seconds
 from controlplane.db import iam as db_iam
 from controlplane.db import outbox
-from controlplane.errors import Conflict, Invalid
+from controlplane.errors import Conflict, Invalid, NotFound
 from controlplane.iam.embedded import make_key
 from controlplane.iam.port import Resource
 
 if TYPE_CHECKING:
     from controlplane.api.calls import Call
     from controlplane.db.tx import Tx
+
+# Enough to choose from; who has one name in more tenants knows which is meant.
+_TENANTS_SHOWN = 5
 
 RoleName = Literal["admin", "operator", "member"]
 KeyName = Annotated[str, msgspec.Meta(min_length=1, max_length=100, description="Whose it is, or what it is for.")]
@@ -119,13 +122,19 @@ def _list(tx: Tx, call: Call, typed: ListApiKeys) -> Page[ApiKey]:
     return make_page("apiKeys", rows, typed.limit, item=_shown, keys=lambda row: (row.key_id,))
 
 
+def _no_principal(tx: Tx, call: Call, ref: str, tenant: db_iam.Tenant) -> NotFound:
+    elsewhere = db_iam.tenants_of_principal(tx, ref, within=call.scope.filter, limit=_TENANTS_SHOWN)
+    fix = f"; there is one in {', '.join(elsewhere)}: name that tenant" if elsewhere else ""
+    return NotFound(f"principal: no user or service {ref} in tenant {tenant.slug}{fix}", field="principal")
+
+
 def _load_new(tx: Tx, call: Call, typed: CreateApiKey) -> Target[_Holder]:
     tenant = resolve.find_tenant(tx, call, typed.tenant)
     principal = None
     if typed.principal is not None:
         principal = db_iam.find_principal(tx, typed.principal, tenant_id=tenant.tenant_id)
         if principal is None:
-            raise resolve.not_found("user or service", typed.principal, field="principal")
+            raise _no_principal(tx, call, typed.principal, tenant)
         if typed.role is not None:
             raise Invalid("role: an existing user or service has its role; leave it out", field="role")
     elif typed.role == "operator" and tenant.parent_id is not None:

@@ -346,10 +346,35 @@ async def test_an_admin_of_a_tenant_makes_keys_in_it_alone(dsn: Dsn) -> None:
     async with open_api(dsn) as api:
         world = await make_world(api, dsn)
         bob = await api.ok("apiKeys/create", key=world.acme, name="bob")
+        # a holder of another tenant is named to whom sees that tenant
+        elsewhere = await api.call("apiKeys/create", name="b", principal="bob")
+        assert elsewhere.message == (
+            "principal: no user or service bob in tenant root; there is one in acme: name that tenant"
+        )
+        await api.ok("apiKeys/create", name="b", principal="bob", tenant="acme")
+        await api.ok("apiKeys/create", name="mallory", tenant="rival")
+        hidden = await api.call("apiKeys/create", key=world.acme, name="m", principal="mallory")
+        assert hidden.message == "principal: no user or service mallory in tenant acme"
         assert (bob["tenant"], bob["roles"]) == ("acme", ["member"])
         assert (await api.call("apiKeys/create", key=world.acme, name="eve", tenant="rival")).code == "NOT_FOUND"
         assert (await api.call("apiKeys/create", key=world.acme, name="eve", tenant="root")).code == "NOT_FOUND"
-        assert (await api.call("apiKeys/create", key=bob["key"], name="eve")).code == "DENIED"
+        denied = await api.call("apiKeys/create", key=bob["key"], name="eve")
+        assert (denied.code, denied.message) == (
+            "DENIED",
+            "bob may not api_key.create here: no role allows it, only member held",
+        )
+
+
+async def test_a_mistyped_offering_is_answered_with_the_one_meant(dsn: Dsn) -> None:
+    async with open_api(dsn) as api:
+        world = await make_world(api, dsn)
+        await api.ok("offerings/create", tenant="rival", pool="h100", slug="halve", gpus=4)
+        asked = {"offering": "hlf", "duration_s": 60}
+        meant = "offering: no offering hlf; did you mean half?"
+        assert (await api.call("reservations/create", key=world.acme, **asked)).message == meant
+        assert (await api.call("offerings/get", key=world.acme, offering="hlf")).message == meant
+        other = await api.call("offerings/get", key=world.acme, offering="halv")
+        assert other.message == "offering: no offering halv; did you mean half?", "another tenant's is not named"
 
 
 # --- lists ------------------------------------------------------------------------------------------------------
