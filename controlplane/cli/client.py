@@ -17,7 +17,7 @@ import ssl
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import httpx2
 import trio
@@ -54,17 +54,26 @@ _PAST_PROXIES: Final[Mapping[str, None]] = {
 _NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.UnsupportedProtocol)
 
 
+# A certificate that is not trusted; an https:// URL where no TLS is spoken; a peer that hung up on http://.
+Fault = Literal["", "certificate", "no_tls", "hung_up"]
+
+
+# What OpenSSL makes of an answer that is no TLS: 3.2 and newer say the second.
+_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+
+
 class ClientError(Exception):
     """Base of what can go wrong; `code` and `str()` are for people and scripts alike.
 
-    `status` is HTTP's, 0 if there was no answer.
+    `status` is HTTP's, 0 if there was no answer; `fault` is why there was none, where that tells what to do.
     """
 
     code = "CLIENT"
 
-    def __init__(self, message: str, *, status: int = 0) -> None:
+    def __init__(self, message: str, *, status: int = 0, fault: Fault = "") -> None:
         super().__init__(message)
         self.status = status
+        self.fault: Fault = fault
 
     @property
     def may_pass(self) -> bool:
@@ -240,7 +249,8 @@ class AsyncApiClient:
                     if sent and changes:
                         raise UnknownOutcome(
                             f"{self.url} was sent the request and gave no answer ({_reason(exc)});"
-                            " it may have been done or not"
+                            " it may have been done or not",
+                            fault=self._fault(exc),
                         ) from exc
                     raise self._unreachable(exc) from exc
         raise AssertionError("the last attempt returns or raises")
@@ -302,24 +312,43 @@ class AsyncApiClient:
         )
 
     def _unreachable(self, exc: BaseException) -> Unreachable:
-        return Unreachable(f"no answer from {self.url}: {_reason(exc)}")
+        return Unreachable(f"no answer from {self.url}: {_reason(exc)}", fault=self._fault(exc))
+
+    def _fault(self, exc: BaseException) -> Fault:
+        inner = _innermost(exc)
+        if isinstance(inner, ssl.SSLCertVerificationError):
+            return "certificate"
+        if isinstance(inner, ssl.SSLError) and inner.reason in _NO_TLS:
+            return "no_tls"
+        hung_up = isinstance(exc, httpx2.RemoteProtocolError) and self.url.startswith("http://")
+        return "hung_up" if hung_up else ""
+
+
+def _innermost(exc: BaseException) -> OSError | None:
+    """The system's own word, as "Connection refused", or TLS's; None if there is none."""
+    inner: BaseException | None = exc
+    while inner is not None:
+        if isinstance(inner, ssl.SSLError) or (isinstance(inner, OSError) and (inner.errno or 0) > 0):
+            return inner
+        if isinstance(inner, BaseExceptionGroup):  # trio's, of the attempts at a name's several addresses
+            inner = cast("BaseExceptionGroup[BaseException]", inner).exceptions[0]
+        else:
+            inner = inner.__cause__ or inner.__context__
+    return None
 
 
 def _reason(exc: BaseException) -> str:
     if isinstance(exc, httpx2.TimeoutException | trio.TooSlowError):
         return "timed out"
-    # the innermost cause is the system's own word, as "Connection refused"
-    inner: BaseException | None = exc
-    while inner is not None:
-        if isinstance(inner, ssl.SSLError):  # an OSError whose number is OpenSSL's own
-            return f"TLS: {(inner.reason or str(inner)).lower().replace('_', ' ')}"
-        if isinstance(inner, OSError) and inner.errno is not None and inner.errno > 0:
-            return os.strerror(inner.errno)
-        if isinstance(inner, BaseExceptionGroup):  # trio's, of the attempts at a name's several addresses
-            inner = cast("BaseExceptionGroup[BaseException]", inner).exceptions[0]
-        else:
-            inner = inner.__cause__ or inner.__context__
-    return str(exc) or type(exc).__name__
+    match _innermost(exc):
+        case ssl.SSLCertVerificationError() as problem:
+            return f"TLS: certificate verify failed: {problem.verify_message}"
+        case ssl.SSLError() as problem:  # an OSError whose number is OpenSSL's own
+            return f"TLS: {(problem.reason or str(problem)).lower().replace('_', ' ')}"
+        case OSError(errno=int() as number):
+            return os.strerror(number)
+        case _:
+            return str(exc) or type(exc).__name__
 
 
 @asynccontextmanager

@@ -56,6 +56,12 @@ _FLAGS = {
     "first_date": "--first",
     "days": "--on",
 }
+# What to do about an answer that did not come, by `ClientError.fault`.
+_FAULTS = {
+    "certificate": "SSL_CERT_FILE names the authority of a certificate of your own, and the URL the certificate's host",
+    "no_tls": "the server speaks no TLS there; the URL begins with http://, or has another port",
+    "hung_up": "does the server speak TLS there? Then the URL begins with https://",
+}
 
 
 @click.command(
@@ -142,11 +148,13 @@ def _hints(exc: ClientError, session: Session) -> list[str]:
     from controlplane.cli.client import ApiFailure
 
     url = session.connection.url
+    from_where = f"The URL comes from {url.source}"
+    fault = f"{_FAULTS[exc.fault]}. {from_where}" if exc.fault else ""
     match exc.code:
         case "UNREACHABLE":
-            return [f"is `bcctl dev` or `bcctl serve` running? The URL comes from {url.source}"]
+            return [fault or f"is `bcctl dev` or `bcctl serve` running? {from_where}"]
         case "UNKNOWN_OUTCOME":
-            return ["look whether it was done before you repeat it"]
+            return ["look whether it was done before you repeat it", *([fault] if fault else [])]
         case "BAD_ANSWER":
             return [f"the URL comes from {url.source}"]
         case _ if isinstance(exc, ApiFailure):
