@@ -48,6 +48,17 @@ class _Amount(click.ParamType[Any]):
             self.fail(str(exc), param, ctx)
 
 
+class IntRange(click.IntRange):
+    """click's, with a message that says which numbers there are."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as exc:
+            numbers = f"of at least {self.min}" if self.max is None else f"from {self.min} to {self.max}"
+            raise click.BadParameter(f"{value!r} is not a whole number {numbers}", ctx=ctx, param=param) from exc
+
+
 def _parse_time(text: str) -> datetime:
     return amounts.parse_time(text, now=SystemClock().now())
 
@@ -221,7 +232,7 @@ def list_options(fn: F) -> F:
         return fn(*args, limit=LIST_MAX if everything else limit, **kwargs)
 
     limit = click.option(
-        "--limit", type=click.IntRange(1, LIST_MAX), default=100, metavar="N", help="How many at most. [default: 100]"
+        "--limit", type=IntRange(1, LIST_MAX), default=100, metavar="N", help="How many at most. [default: 100]"
     )
     return cast("F", limit(click.option("--all", "everything", is_flag=True, help=f"All, up to {LIST_MAX}.")(run)))
 

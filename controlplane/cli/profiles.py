@@ -171,7 +171,7 @@ def resolve_connection(
     if name is None and environ.get(PROFILE_VARIABLE):
         name, named_by = environ[PROFILE_VARIABLE], PROFILE_VARIABLE
     own_url = _first(("--url", url), (URL_VARIABLE, environ.get(URL_VARIABLE)))
-    own_key = _first(("--key", key), (KEY_VARIABLE, environ.get(KEY_VARIABLE)))
+    own_key = _own_key(key, environ.get(KEY_VARIABLE))
     # With both named outright, a file that cannot be read must not stand in the way.
     content = ProfileFile() if own_url and own_key and name is None else load_profiles(path)
     chosen, label = _choose(content, name, named_by, path)
@@ -190,6 +190,17 @@ def resolve_connection(
     if found_key is not None:
         check_key(found_key.value, source=found_key.source)
     return Connection(found_url, found_key, hint)
+
+
+def _own_key(flag: str | None, variable: str | None) -> Setting | None:
+    """The key that is named outright. Raises ProfileError for an empty one, lest another than the one meant is used."""
+    for source, value in (("--key", flag), (KEY_VARIABLE, variable)):
+        if value is not None and not value.strip():
+            fix = f"`unset {KEY_VARIABLE}`" if source == KEY_VARIABLE else "leave it out"
+            raise ProfileError(f"{source}: is empty; give a key, or {fix} to use the profile's")
+        if value is not None:
+            return Setting(value, source)
+    return None
 
 
 def _first(*places: tuple[str, str | None]) -> Setting | None:

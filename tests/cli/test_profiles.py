@@ -148,6 +148,16 @@ def test_what_cannot_name_a_profile(environ: dict[str, str], name: str) -> None:
         write_profile(name, "http://x", "", environ=environ)
 
 
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_key_is_not_another_one(environ: dict[str, str], empty: str) -> None:
+    write_profile("dev", "http://dev:1", "bck_dev.x", environ=environ)
+    with pytest.raises(ProfileError, match=r"^BCCTL_KEY: is empty; give a key, or `unset BCCTL_KEY` to use"):
+        resolve_connection(environ={**environ, "BCCTL_KEY": empty})
+    with pytest.raises(ProfileError, match=r"^--key: is empty; give a key, or leave it out to use the profile's"):
+        resolve_connection(key=empty, environ=environ)
+    assert resolve_connection(key="bck_x.y", environ={**environ, "BCCTL_KEY": empty}).key is not None
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 

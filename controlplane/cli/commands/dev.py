@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from controlplane.cli.options import IntRange
+
 
 @click.command("dev")
-@click.option("--sim", type=click.IntRange(0, 200), default=8, show_default=True, help="Simulated servers.")
+@click.option("--sim", type=IntRange(0, 200), default=8, show_default=True, help="Simulated servers.")
 @click.option(
     "--sim-variant",
     type=click.Choice(["h100", "cpu"]),
@@ -22,12 +24,12 @@ import click
     type=click.Path(path_type=Path, file_okay=False),
     help="Where data is kept. [default: /var/lib/bettercompute/dev for root, else ~/.local/share/bettercompute/dev]",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=3000, show_default=True, help="Of the API; 0 is any.")
+@click.option("--port", type=IntRange(0, 65535), default=3000, show_default=True, help="Of the API; 0 is any.")
 @click.option(
     "--analyze-every",
     "analyze_every_s",
     metavar="SECONDS",
-    type=click.IntRange(0, 86_400),
+    type=IntRange(0, 86_400),
     default=60,
     show_default=True,
     help="Gather the statistics of the database's tables that have changed; 0 leaves that to autovacuum.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane.cli.amounts import show_memory
-from controlplane.cli.options import NounGroup, given, list_options, pass_session
+from controlplane.cli.options import IntRange, NounGroup, given, list_options, pass_session
 from controlplane.cli.render import Column, render_table
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def get(session: Session, *, device: str) -> None:
 
 @command.command("share")
 @click.argument("device")
-@click.option("--slots", type=click.IntRange(min=2), required=True, metavar="N", help="In how many equal time slots.")
+@click.option("--slots", type=IntRange(min=2), required=True, metavar="N", help="In how many equal time slots.")
 @pass_session
 def share(session: Session, *, device: str, slots: int) -> None:
     """Give a GPU that nobody has out in time slots, each to another reservation.

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.options import DURATION, NounGroup, confirm, given, list_options, pass_session, yes_option
+from controlplane.cli.options import (
+    DURATION,
+    IntRange,
+    NounGroup,
+    confirm,
+    given,
+    list_options,
+    pass_session,
+    yes_option,
+)
 from controlplane.cli.render import Column, show_value
 
 if TYPE_CHECKING:
@@ -44,7 +53,7 @@ def command() -> None:
 @click.option(
     "--expect", metavar="NODE", help="The server was this node before: it becomes it again, and keeps what it holds."
 )
-@click.option("--uses", type=click.IntRange(1, 10_000), help="How many servers may join with it. [default: 1]")
+@click.option("--uses", type=IntRange(1, 10_000), help="How many servers may join with it. [default: 1]")
 @click.option("--expires-in", type=DURATION, help="How long it works. [default: 1h]")
 @pass_session
 def create(

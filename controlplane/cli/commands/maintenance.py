@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from controlplane.cli.options import DURATION, TIME, NounGroup, confirm, given, list_options, pass_session, yes_option
+from controlplane.cli.options import (
+    DURATION,
+    TIME,
+    IntRange,
+    NounGroup,
+    confirm,
+    given,
+    list_options,
+    pass_session,
+    yes_option,
+)
 from controlplane.cli.render import Column, render_table, to_the_minute
 from controlplane.cli.session import with_key
 
@@ -35,9 +45,7 @@ def command() -> None:
 @click.option("--pool", help="All nodes of this pool, in place of --node.")
 @click.option("--at", "start", type=TIME, help="When: 2030-01-31T10:00Z or +2h. [default: now]")
 @click.option("--for", "duration", type=DURATION, required=True, help="How long each node is away, as in 4h.")
-@click.option(
-    "--at-once", type=click.IntRange(min=1), metavar="N", help="How many may be away at a time. [default: all]"
-)
+@click.option("--at-once", type=IntRange(min=1), metavar="N", help="How many may be away at a time. [default: all]")
 @click.option("--earliest", is_flag=True, help="If a node is booked then, take its first gap after that.")
 @click.option("--reason", required=True, help="Told to the holders.")
 @pass_session

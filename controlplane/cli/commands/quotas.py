@@ -9,6 +9,7 @@ import click
 
 from controlplane.cli.options import (
     MEMORY,
+    IntRange,
     NounGroup,
     confirm,
     given,
@@ -67,20 +68,20 @@ _PERIOD = click.Choice(["day", "week", "month"])
 
 def _limit_options(fn: Callable[..., None]) -> Callable[..., None]:
     fn = click.option("--memory", type=MEMORY, help="At most this much memory, as in 4TiB.")(fn)
-    fn = click.option("--vcpus", type=click.IntRange(min=0), metavar="N", help="At most this many vCPUs.")(fn)
+    fn = click.option("--vcpus", type=IntRange(min=0), metavar="N", help="At most this many vCPUs.")(fn)
     fn = click.option("--period", type=_PERIOD, help="What the GPU-hours are for, in UTC. [default: month]")(fn)
     fn = click.option(
-        "--gpu-hours", type=click.IntRange(min=0), metavar="N", help="At most this many GPU-hours in each period."
+        "--gpu-hours", type=IntRange(min=0), metavar="N", help="At most this many GPU-hours in each period."
     )(fn)
     fn = click.option(
         "--borrow",
-        type=click.IntRange(min=0),
+        type=IntRange(min=0),
         metavar="N",
         help="This many GPUs more may be borrowed of what the quotas above leave idle. [default: 0]",
     )(fn)
-    return click.option(
-        "--gpus", type=click.IntRange(min=0), metavar="N", help="This many GPUs booked or held, guaranteed."
-    )(fn)
+    return click.option("--gpus", type=IntRange(min=0), metavar="N", help="This many GPUs booked or held, guaranteed.")(
+        fn
+    )
 
 
 def _place_options(fn: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from controlplane.cli.commands import reserve
-from controlplane.cli.options import DURATION, TIME, NounGroup, confirm, given, list_options, pass_session, yes_option
+from controlplane.cli.options import (
+    DURATION,
+    TIME,
+    IntRange,
+    NounGroup,
+    confirm,
+    given,
+    list_options,
+    pass_session,
+    yes_option,
+)
 from controlplane.cli.progress import open_progress
 from controlplane.cli.render import Column, render_pairs, to_the_minute
 from controlplane.cli.reservation_text import ENDED, asked_of, pairs_of
@@ -183,7 +193,7 @@ def evict(session: Session, *, reservation: str, reason: str, yes: bool) -> None
 # -5 is a priority, not an option
 @command.command("prioritize", context_settings={"ignore_unknown_options": True})
 @click.argument("reservation")
-@click.argument("priority", type=click.IntRange(-100, 100))
+@click.argument("priority", type=IntRange(-100, 100))
 @pass_session
 def prioritize(session: Session, *, reservation: str, priority: int) -> None:
     """Give a reservation that waits another place in its queue, as an operator.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from controlplane.cli.options import DURATION, MEMORY, TIME, ApiCommand, given, pass_session, selector_option
+from controlplane.cli.options import DURATION, MEMORY, TIME, ApiCommand, IntRange, given, pass_session, selector_option
 from controlplane.cli.progress import open_progress
 from controlplane.cli.render import render_pairs
 from controlplane.cli.reservation_text import next_steps, pairs_of
@@ -33,10 +33,10 @@ SHAPE = (
         help="Devices of a class, over all nodes: mig.3g.40gb=1 is a MIG instance, slot.1/4=1 a quarter of a shared"
         " GPU's time; may be repeated.",
     ),
-    click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs, over all nodes."),
+    click.option("--gpus", type=IntRange(min=1), metavar="N", help="GPUs, over all nodes."),
     click.option(
         "--nodes",
-        type=click.IntRange(min=1),
+        type=IntRange(min=1),
         metavar="N",
         help="How many nodes to divide it over. [default: as few as can be]",
     ),
@@ -52,7 +52,7 @@ SHAPE = (
         type=click.Choice(["pack", "spread"]),
         help="pack: fill nodes that are in use first. spread: take the emptiest nodes. [default: pack]",
     ),
-    click.option("--vcpus", type=click.IntRange(min=1), metavar="N", help="vCPUs, over all nodes."),
+    click.option("--vcpus", type=IntRange(min=1), metavar="N", help="vCPUs, over all nodes."),
     click.option("--memory", type=MEMORY, help="Memory, over all nodes, as in 64GiB."),
 )
 WHAT = (*_OF_WHAT, *SHAPE)
@@ -71,7 +71,7 @@ _HOW = (
     click.option("--queue-for", type=DURATION, help="How long it may wait for room. [default: until released]"),
     click.option("--no-wait", is_flag=True, help="Print the reservation at once, as it then is."),
     click.option("--timeout", type=DURATION, help="Stop waiting after this; the reservation stays. [default: never]"),
-    click.option("--priority", type=click.IntRange(-100, 0), help="Behind others in the queue. [default: 0]"),
+    click.option("--priority", type=IntRange(-100, 0), help="Behind others in the queue. [default: 0]"),
     click.option(
         "--plan",
         is_flag=True,

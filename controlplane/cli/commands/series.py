@@ -9,7 +9,16 @@ import click
 
 from controlplane.cli.amounts import show_duration
 from controlplane.cli.commands import reserve
-from controlplane.cli.options import DURATION, NounGroup, confirm, given, list_options, pass_session, yes_option
+from controlplane.cli.options import (
+    DURATION,
+    IntRange,
+    NounGroup,
+    confirm,
+    given,
+    list_options,
+    pass_session,
+    yes_option,
+)
 from controlplane.cli.render import Column, render_table, to_the_minute
 
 if TYPE_CHECKING:
@@ -72,10 +81,10 @@ _RULE = (
     click.option("--for", "duration", type=DURATION, help="How long it is in real time, in place of --to."),
     click.option("--every", type=click.Choice(["day", "week"]), help="How often. [default: day; week with --on]"),
     click.option("--on", "days", metavar="DAYS", help="On which days of a week, as in mon,tue or mon-fri."),
-    click.option("--interval", type=click.IntRange(min=1), metavar="N", help="Only every Nth day or week."),
+    click.option("--interval", type=IntRange(min=1), metavar="N", help="Only every Nth day or week."),
     click.option("--first", type=_DATE, metavar="DATE", help="From which day on. [default: today]"),
     click.option("--until", type=_DATE, metavar="DATE", help="The last day on which one may begin."),
-    click.option("--count", type=click.IntRange(min=1), metavar="N", help="How many."),
+    click.option("--count", type=IntRange(min=1), metavar="N", help="How many."),
 )
 
 
