@@ -23,6 +23,7 @@ from controlplane.db.packed import pack
 from controlplane.db.spans import encode_spans
 from controlplane.db.tx import CheckConflict
 from controlplane.model.shards import shard_of
+from controlplane.model.shares import parse_parts
 from shared.ids import new_id
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ class Commitment:
     @property
     def reservation_id(self) -> int:
         return self.reservation.reservation_id
+
+    @property
+    def instances_asked(self) -> int:
+        """How many MIG instances there are to be on each node."""
+        parts = self.reservation.parts
+        return sum(ask.count for ask in parse_parts(parts) if ask.device_class.startswith("mig.")) if parts else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +88,21 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
 
 
 # What the spans of `a` have on its node, in one look: of how many healthy GPUs they have any part, how many GPUs they
-# have that are given out whole, the UUIDs of the GPUs and of the MIG instances inside, in the order of their places,
-# and those of the instances alone, null if there is none.
+# have that are given out whole, whether all their GPUs are of one NVLink set, how many MIG instances are inside, the
+# UUIDs of the GPUs and of the instances, in the order of their places, and those of the instances alone.
 _ON_NODE = """
 cross join lateral (
   select count(*) filter (where u.healthy) as healthy, count(*) filter (where u.whole) as whole,
+         count(*) filter (where u.healthy is null) as mig, min(u.linked) = max(u.linked) as linked,
          coalesce(array_agg(u.uuid order by u.at) filter (where u.uuid is not null), '{}') as uuids,
          array_agg(u.uuid) filter (where u.healthy is null) as instances
   from (
     select d.slot * 48 as at, case when not d.mig then d.uuid end as uuid, d.health = 'healthy' as healthy,
-           d.time_slots = 1 and not d.mig as whole
+           d.time_slots = 1 and not d.mig as whole, coalesce(d.nvlink_group, -d.slot - 1) as linked
     from device d
     where d.node_id = a.node_id and d.retired_at is null and int4range(d.slot * 48, (d.slot + 1) * 48) && a.spans
     union all
-    select lower(m.span), m.uuid, null, false
+    select lower(m.span), m.uuid, null, false, null
     from mig_instance m where m.node_id = a.node_id and m.retired_at is null and m.span <@ a.spans
   ) u
 ) g"""
@@ -131,15 +139,17 @@ _COMMIT_PARTS = (
 with asked as materialized (
   select a.*, g.*
   from (
-    select node_id, reservation_id, spans::int4multirange as spans, gpus, vcpus, memory_mib, starts, ends, allocation,
-           at
+    select node_id, reservation_id, spans::int4multirange as spans, gpus, gpus_whole, instances_asked, one_set, vcpus,
+           memory_mib, starts, ends, allocation, at
     from unnest(string_to_array(%(nodes)s, ';')::int4[], string_to_array(%(reservations)s, ';')::int8[],
                 string_to_array(%(spans)s, ';'), string_to_array(%(gpus)s, ';')::int4[],
-                string_to_array(%(vcpus)s, ';')::int4[],
+                string_to_array(%(whole)s, ';')::int4[], string_to_array(%(instances)s, ';')::int4[],
+                string_to_array(%(one_set)s, ';')::bool[], string_to_array(%(vcpus)s, ';')::int4[],
                 string_to_array(%(memory)s, ';')::int8[], string_to_array(%(starts)s, ';')::timestamptz[],
                 string_to_array(%(ends)s, ';', '')::timestamptz[], string_to_array(%(allocations)s, ';', ''))
          with ordinality
-         as t (node_id, reservation_id, spans, gpus, vcpus, memory_mib, starts, ends, allocation, at)
+         as t (node_id, reservation_id, spans, gpus, gpus_whole, instances_asked, one_set, vcpus, memory_mib, starts,
+               ends, allocation, at)
   ) a"""
     + _ON_NODE
     + """
@@ -147,8 +157,9 @@ with asked as materialized (
   insert into booking (reservation_id, pool_id, node_id, spans, during, vcpus, memory_mib)
   select reservation_id, %(pool)s, node_id, spans, tstzrange(starts, ends, '[)'), vcpus, memory_mib
   from asked
-  -- an index that is wrong must not sell what is not there: as many GPUs as the plan names are, and are healthy
-  where gpus = healthy
+  -- an index that is wrong must not sell what is not there, or what is something else: as many GPUs as the plan names
+  -- are healthy, of these as many whole as were asked for, and the MIG instances, and one set if links were asked for
+  where gpus = healthy and gpus_whole = whole and instances_asked = mig and (linked or not one_set)
   order by at
   on conflict do nothing
   returning reservation_id, node_id
@@ -181,6 +192,9 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
             one.reservation_id,
             encode_spans(part.spans),
             len(part.slots),
+            one.reservation.gpus_per_node,
+            one.instances_asked,
+            one.reservation.topology == "nvlink-all",
             part.vcpus,
             part.memory_mib,
             window,
@@ -190,7 +204,9 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
         for window in [(one.plan.window.start, one.plan.window.end)]
         for part, allocation_id in zip(one.plan.parts, one.allocation_ids or [""] * len(one.plan.parts), strict=True)
     )
-    nodes, reservations, spans, gpus, vcpus, memory, windows, allocations = zip(*parts, strict=True)
+    nodes, reservations, spans, gpus, whole, instances, one_set, vcpus, memory, windows, allocations = zip(
+        *parts, strict=True
+    )
     rows = tx.tuples(
         _COMMIT_PARTS,
         {
@@ -199,6 +215,9 @@ def commit_parts(tx: Tx, pool_id: int, commitments: Sequence[Commitment]) -> set
             "reservations": pack(reservations),
             "spans": pack(spans),
             "gpus": pack(gpus),
+            "whole": pack(whole),
+            "instances": pack(instances),
+            "one_set": pack(one_set),
             "vcpus": pack(vcpus),
             "memory": pack(memory),
             "starts": pack(start for start, _ in windows),
