@@ -100,6 +100,7 @@ def place_batch(
     if fence is not None:
         fence.check(tx)
     now = load_now(tx)
+    tools.indexes.warm(tx, pool_id, now)
     places = {reservation_id: place for place, reservation_id in enumerate(ids)}
     rows = sorted(waiting.lock_queued(tx, pool_id, ids), key=lambda row: places[row.reservation_id])
     if not rows:

@@ -16,7 +16,7 @@ transaction: the constraints decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Final
 
 from controlplane.db.placements import load_changes
 from controlplane.db.views import load_node_views
+from controlplane.model.behind import keep_places
 from controlplane.model.index import PoolIndex
 from controlplane.model.planner import NoPlan
 from controlplane.model.queueing import GANGS_LOOKED_FOR_MAX, Gangs
 from controlplane.model.refusals import PendingReason
-from controlplane.model.requests import PlacementRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -41,13 +41,12 @@ if TYPE_CHECKING:
     from controlplane.model.planner import Plan
     from controlplane.model.queueing import Turn
     from controlplane.model.refusals import Impossible
+    from controlplane.model.requests import PlacementRequest
 
 # Four looks a second at a busy pool, of a fraction of a millisecond each.
 CATCH_UP: Final = timedelta(milliseconds=250)
 # Half of what housekeeping keeps of the changes, so that no look can miss one.
 FORGET_AFTER: Final = timedelta(minutes=5)
-# First starts that are looked for to tell somebody when it could be his turn, with the pool's placements waiting.
-SEARCHES_MAX: Final = 4
 # Nodes that a pass looks at for first starts of requests of one node, which is all of them for each shape: a second.
 # Those behind whose shape is another are told no start, and keep no place.
 NODES_LOOKED_AT_MAX: Final = 200_000
@@ -91,6 +90,10 @@ class _Pool:
     looked_for: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
     endless: set[PlacementRequest] = field(default_factory=set["PlacementRequest"])
     gangs: Gangs = field(default_factory=Gangs)
+
+    def is_cold(self, now: datetime) -> bool:
+        """Whether the index has to be loaded: it was not, or it has not been looked at for so long."""
+        return self.index is None or self.looked_at is None or now - self.looked_at > FORGET_AFTER
 
     def doubt(self, node_ids: Iterable[int]) -> None:
         """Have nodes read again, their devices too."""
@@ -149,6 +152,23 @@ class PoolIndexes:
                 pool.stale |= opened.reread
             else:
                 pool.doubt(part.node_id for plan in opened.plans for part in plan.parts)
+
+    def warm(self, tx: Tx, pool_id: int, now: datetime) -> None:
+        """Load the index if it is not there, before anything is locked for which others would wait meanwhile."""
+        pool = self._pool(pool_id)
+        with pool.lock:
+            if pool.is_cold(now):
+                self._load(tx, pool_id, pool, now)
+
+    def count(self, tx: Tx, pool_id: int, plans: Iterable[Plan]) -> None:
+        """Count plans as booked that were only looked at, unless and until the transaction is rolled back."""
+        pool = self._pool(pool_id)
+        with pool.lock:
+            opened = self._open(tx, pool)
+            for plan in plans:
+                opened.append(plan)
+                if pool.index is not None:
+                    pool.index.book(plan)
 
     def plan_all(
         self,
@@ -236,12 +256,37 @@ class PoolIndexes:
         *,
         horizon: datetime | None,
         near: Collection[int] = _NOBODY,
+        around: Sequence[Plan] = (),
     ) -> Plan | NoPlan:
-        """Plan a request without counting it as booked; on the nodes in `near` if they have room."""
+        """Plan a request without counting it as booked; on the nodes in `near` if they have room.
+
+        Args:
+            around: plans for later that count as booked meanwhile.
+        """
         pool = self._pool(pool_id)
         with pool.lock:
             index = self._up_to_now(tx, pool_id, pool, now)
-            return index.find_on(near, request, now) or index.plan(request, now, horizon)
+            for plan in around:
+                index.book(plan)
+            try:
+                return index.find_on(near, request, now) or index.plan(request, now, horizon)
+            finally:
+                for plan in around:
+                    index.unbook(plan)
+
+    def look_for_places(
+        self, tx: Tx, pool_id: int, requests: Iterable[PlacementRequest], now: datetime, *, horizon: datetime
+    ) -> Sequence[Plan] | None:
+        """Where requests could start first that cannot start now, each behind those before it; nothing is counted.
+
+        Those of which no start by the horizon is known have no place. None if it would take too long to find them.
+        """
+        pool = self._pool(pool_id)
+        with pool.lock:
+            index = self._up_to_now(tx, pool_id, pool, now)
+            # while a pass is made, those that it has looked at keep their places already
+            with keep_places(index, () if pool.kept else requests, now, horizon) as (places, _):
+                return places
 
     def look_behind(
         self,
@@ -261,7 +306,8 @@ class PoolIndexes:
         with pool.lock:
             index = self._up_to_now(tx, pool_id, pool, now)
             # while a pass is made, those that it has looked at keep their places already
-            return _plan_behind(index, () if pool.kept else before, request, now, horizon)
+            with keep_places(index, () if pool.kept else before, now, horizon) as (places, find_place):
+                return None if places is None else find_place(request)
 
     def find(
         self, tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, near: Collection[int]
@@ -320,9 +366,10 @@ class PoolIndexes:
 
     def _catch_up(self, tx: Tx, pool_id: int, pool: _Pool, now: datetime) -> bool:
         """Load the index, or bring it up to date if it is time to. Says whether it is of this moment."""
-        if pool.index is None or pool.looked_at is None or now - pool.looked_at > FORGET_AFTER:
+        if pool.is_cold(now):
             self._load(tx, pool_id, pool, now)
             return True
+        assert pool.looked_at is not None, "or it is cold"
         # a clock that was set back makes for one look too many
         if not timedelta() <= now - pool.looked_at < CATCH_UP:
             self._read_changes(tx, pool_id, pool, now)
@@ -420,33 +467,6 @@ def _keep_place(
     _index(pool).book(place)
     detail = f"{refused.detail}; {ahead} ahead in the queue" if ahead else refused.detail
     return NoPlan(refused.reason, detail, place.window.start)
-
-
-def _plan_behind(
-    index: PoolIndex, before: Iterable[PlacementRequest], request: PlacementRequest, now: datetime, horizon: datetime
-) -> Plan | None:
-    """The place of a request behind others, which keep theirs meanwhile."""
-    places: list[Plan] = []
-    searched = set[PlacementRequest | int]()
-
-    def find_place(one: PlacementRequest) -> Plan | None:
-        plan = index.plan(one, now, None)
-        if not isinstance(plan, NoPlan):
-            return replace(plan, starts_now=False)
-        # what is found for one is known for its equals, but for gangs
-        searched.add(one if one.nodes == 1 else len(searched))
-        return index.plan_earliest(one, now, horizon) if len(searched) <= SEARCHES_MAX else None
-
-    try:
-        for one in before:
-            if (place := find_place(one)) is not None:
-                index.book(place)
-                places.append(place)
-        return find_place(request) if len(searched) <= SEARCHES_MAX else None
-    finally:
-        for place in places:
-            index.unbook(place)
-        index.forget_starts()
 
 
 def _may_look_for(pool: _Pool, request: PlacementRequest) -> bool:

@@ -84,6 +84,41 @@ def look_ahead(
     return Outlook(fits=False, plan=later, reason=reason, waiting=queue.waiting)
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A queue that windows for later must not delay.
+
+    Attributes:
+        places: where those could start first who have their turn before a new request; None if nobody knows.
+    """
+
+    queue: waiting.Queue
+    places: Sequence[Plan] | None
+
+    def is_delayed_by(self, plan: Plan) -> bool:
+        """Whether a plan may be in somebody's way."""
+        if self.places is None:
+            return count_ahead(plan.window.end, self.queue) > 0
+        nodes = {part.node_id for part in plan.parts}
+        return any(
+            nodes & {part.node_id for part in place.parts} and plan.window.overlaps(place.window)
+            for place in self.places
+        )
+
+
+def load_ahead(
+    tx: Tx, indexes: PoolIndexes, pool_id: int, request: PlacementRequest, now: datetime, *, tenant_id: int
+) -> Ahead:
+    """Who waits for a pool and has a turn before a new request of this tenant."""
+    queue = waiting.load_queue(tx, pool_id)
+    if queue.first_start is None:
+        return Ahead(queue, ())
+    before = _load_before(tx, pool_id, request, now, tenant_id=tenant_id)
+    horizon = now + EARLIEST_HORIZON
+    places = None if before is None else indexes.look_for_places(tx, pool_id, before, now, horizon=horizon)
+    return Ahead(queue, places)
+
+
 def _load_before(
     tx: Tx, pool_id: int, request: PlacementRequest, now: datetime, *, tenant_id: int
 ) -> Sequence[PlacementRequest] | None:

@@ -102,6 +102,7 @@ def place(tx: Tx, tools: LedgerTools, reservation: Reservation, now: datetime) -
     Raises:
         Contended: a guard refused; nothing may be kept of this transaction.
     """
+    tools.indexes.warm(tx, reservation.pool_id, now)
     book = open_quotas(tx, [reservation])
     short = book.take(reservation, window_of(reservation, now))
     if short is not None:

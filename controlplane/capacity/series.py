@@ -3,7 +3,8 @@
 The windows of a series do not overlap, so none is in another's way and each is planned on the ledger
 as it is. A window is planned first on the nodes of the one before it: who comes back tomorrow finds
 today's files. The plans are made without locks and committed together, as the batch placer does it;
-who was faster costs a new transaction.
+who was faster costs a new transaction. A window that would delay somebody who waits for the pool is
+planned around the places that those who wait could start at, or refused.
 
 Only windows that are still to begin are placed, so nothing is held here.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from controlplane.capacity.batch import commit_all
+from controlplane.capacity.outlook import load_ahead, who_waits
 from controlplane.capacity.place import Contended, commitment
 from controlplane.capacity.quota import open_quotas
 from controlplane.db import reservations
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from controlplane.capacity.indexes import PoolIndexes
+    from controlplane.capacity.outlook import Ahead
     from controlplane.capacity.place import LedgerTools
     from controlplane.db.placements import Commitment
     from controlplane.db.reservations import NewReservation, Reservation
@@ -53,9 +56,11 @@ def plan_windows(
     occurrences: Sequence[Occurrence],
     *,
     limits: WindowLimits,
+    tenant_id: int,
     now: datetime,
 ) -> list[Plan | Refused]:
     """A plan for each window, or why there is none; nothing is locked or written."""
+    ahead = load_ahead(tx, indexes, pool_id, request, now, tenant_id=tenant_id)
     plans: list[Plan | Refused] = []
     near: Collection[int] = ()
     full = 0
@@ -70,13 +75,28 @@ def plan_windows(
             plan = indexes.look(tx, pool_id, asked, now, horizon=None, near=near)
         else:
             plan = indexes.find(tx, pool_id, asked, now, near=near)
-        if isinstance(plan, Plan):
+        if isinstance(plan, Plan) and ahead.is_delayed_by(plan):
+            plan = _plan_around(tx, indexes, pool_id, asked, ahead=ahead, now=now)
+        if isinstance(plan, Refused):
+            plans.append(plan)
+        elif isinstance(plan, Plan):
             near = [part.node_id for part in plan.parts]
             plans.append(plan)
         else:
             full += 1
             plans.append(Refused("no room" if plan is None else plan.detail))
     return plans
+
+
+def _plan_around(
+    tx: Tx, indexes: PoolIndexes, pool_id: int, asked: PlacementRequest, *, ahead: Ahead, now: datetime
+) -> Plan | Refused:
+    """A plan for a window that delays nobody who waits, though it would be in somebody's way where it fits best."""
+    if ahead.places is not None:
+        plan = indexes.look(tx, pool_id, asked, now, horizon=None, around=ahead.places)
+        if isinstance(plan, Plan):
+            return plan
+    return Refused(who_waits(ahead.queue.waiting))
 
 
 def place_windows(
@@ -108,6 +128,7 @@ def place_windows(
         reservation = reservations.insert_draft(tx, draft)
         outcomes.append(reservation)
         drafted.append(commitment(tools, reservation, plan))
+    tools.indexes.count(tx, template.pool_id, [one.plan for one in drafted])
     if len(commit_all(tx, tools, template.pool_id, drafted, now, placer="inline")) < len(drafted):
         raise Contended("windows")
     quota.write(tx)

@@ -123,12 +123,14 @@ def _load_new(tx: Tx, call: Call, given: CreateSeries) -> Target[_Asked]:
 
 
 def _plan(
-    tx: Tx, call: Call, resolved: Resolved, occurrences: Sequence[Occurrence], now: datetime
+    tx: Tx, call: Call, resolved: Resolved, occurrences: Sequence[Occurrence], now: datetime, *, tenant_id: int
 ) -> list[Plan | Refused]:
     """Raises Impossible."""
-    indexes, pool_id = call.context.tools.indexes, resolved.found.pool_id
+    indexes, pool_id, limits = call.context.tools.indexes, resolved.found.pool_id, resolved.found.limits
     check_possible(tx, call, pool_id, resolved.request, now)
-    return plan_windows(tx, indexes, pool_id, resolved.request, occurrences, limits=resolved.found.limits, now=now)
+    return plan_windows(
+        tx, indexes, pool_id, resolved.request, occurrences, limits=limits, tenant_id=tenant_id, now=now
+    )
 
 
 def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> Outcome[Series]:
@@ -143,7 +145,7 @@ def _create(tx: Tx, call: Call, given: CreateSeries, target: Target[_Asked]) -> 
         name=given.name,
         created_by=call.principal.id,
     )
-    plans = _plan(tx, call, resolved, asked.occurrences, now)
+    plans = _plan(tx, call, resolved, asked.occurrences, now, tenant_id=asked.tenant_id)
     if given.all_or_nothing:
         _check_all(asked.occurrences, plans)
     planned = list(zip(asked.occurrences, plans, strict=True))
@@ -260,7 +262,7 @@ def _list(tx: Tx, call: Call, given: ListSeries) -> Page[SeriesSummary]:
 def _preview(tx: Tx, call: Call, given: PreviewSeries) -> PlannedSeries:
     now = load_now(tx)
     resolved, _, occurrences = _resolve(tx, call, given, now)
-    plans = _plan(tx, call, resolved, occurrences, now)
+    plans = _plan(tx, call, resolved, occurrences, now, tenant_id=call.principal.tenant_id)
     names = load_node_names(
         tx, sorted({part.node_id for plan in plans if not isinstance(plan, Refused) for part in plan.parts})
     )

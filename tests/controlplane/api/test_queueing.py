@@ -128,7 +128,7 @@ async def test_a_plan_behind_too_many_has_no_start(dsn: Dsn, monkeypatch: Any) -
         plan = await preview(api, 4, duration_s=3 * HOUR)
         assert (plan["fits"], plan["start"], plan["nodes"]) == (False, None, [])
         monkeypatch.undo()
-        monkeypatch.setattr("controlplane.capacity.indexes.SEARCHES_MAX", 1)
+        monkeypatch.setattr("controlplane.model.behind.SEARCHES_MAX", 1)
         assert (await preview(api, 8, duration_s=HOUR))["start"] == "2030-01-01T03:00:00Z", "its equal was looked for"
         assert (await preview(api, 7, duration_s=HOUR))["start"] is None
         monkeypatch.undo()

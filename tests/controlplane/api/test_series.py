@@ -13,6 +13,7 @@ import trio
 from controlplane.api.zones import UnknownZone, load_zone, zone_names
 from controlplane.capacity.series import EXPLAINED_MAX
 from controlplane.model.recurrence import OCCURRENCES_MAX
+from controlplane.reconcilers.placement import placement_reconciler
 from tests.support.api import open_api
 from tests.support.ledgers import FROZEN_TIME, OVERLAPPING_BOOKINGS, WRONG_QUOTAS, insert_node
 
@@ -208,6 +209,62 @@ async def test_two_series_at_once_for_the_same_gpus(dsn: Dsn) -> None:
         assert sorted(codes) == ["OK", "OK", "SOLD_OUT", "SOLD_OUT", "SOLD_OUT"]
         assert look(dsn, "select count(*) from booking") == [(10,)]
         assert_sound(dsn)
+
+
+async def run_pass(api: Api) -> None:
+    reconciler = placement_reconciler(api.context.db, api.context.tools, worker_id="one", max_batch=100)
+    await reconciler.reconcile("1")
+
+
+HOURS = 3600
+
+
+async def test_a_window_that_would_delay_somebody_who_waits_is_refused(dsn: Dsn, monkeypatch: Any) -> None:
+    async with open_pool(dsn) as api:
+        await api.ok("reservations/create", pool="h100", gpus=4, duration_s=10 * HOURS)
+        waiting = await api.ok("reservations/create", pool="h100", gpus=8, duration_s=HOURS)
+        await run_pass(api)
+        assert (await api.ok("reservations/get", id=waiting["id"]))["estimated_start"] == "2030-01-01T10:00:00Z"
+        asked = office(first_date="2030-01-01")
+        why = ["another waits for this pool, and this one could delay it", "", "", "", ""]
+        assert [window["refused"] for window in (await api.ok("series/preview", **asked))["windows"]] == why
+        assert (await api.call("series/create", **asked)).code == "SOLD_OUT"
+        # one that is over by then, and one that begins after
+        for first, last in ("02:00", "10:00"), ("12:00", "18:00"):
+            hours = {"time_zone": "UTC", "from_time": first, "to_time": last, "count": 1}
+            await api.ok("series/create", **{**asked, **hours})
+        await run_pass(api)
+        assert (await api.ok("reservations/get", id=waiting["id"]))["estimated_start"] == "2030-01-01T10:00:00Z"
+        # nobody knows the places of so many: what ends after the first of them could start is refused
+        monkeypatch.setattr("controlplane.model.behind.SEARCHES_MAX", 0)
+        assert all(window["refused"] for window in (await api.ok("series/preview", **asked))["windows"])
+        assert_sound(dsn)
+
+
+async def test_a_window_takes_a_node_that_nobody_waits_for(dsn: Dsn) -> None:
+    async with open_pool(dsn, nodes=2) as api:
+        for hours in 10, 20:
+            # spread, so that each node has one
+            await api.ok("reservations/create", pool="h100", gpus=4, duration_s=hours * HOURS, strategy="spread")
+        waiting = await api.ok("reservations/create", pool="h100", gpus=8, duration_s=HOURS)
+        await run_pass(api)
+        made = await api.ok("series/create", **office(first_date="2030-01-01", count=1))
+        beside = (
+            "select upper(during) = '2030-01-01 20:00Z' from booking where node_id = (%s) order by booking_id limit 1"
+        )
+        assert look(dsn, beside % "select node_id from booking order by booking_id desc limit 1") == [(True,)]
+        assert made["windows"][0]["refused"] == ""
+        await run_pass(api)
+        assert (await api.ok("reservations/get", id=waiting["id"]))["estimated_start"] == "2030-01-01T10:00:00Z"
+
+
+async def test_what_a_series_has_booked_is_known_at_once_where_it_was_booked(dsn: Dsn) -> None:
+    async with open_pool(dsn) as api:
+        await api.ok("reservations/create", pool="h100", gpus=1, duration_s=60)
+        await api.ok("series/create", **office(first_date="2030-01-01"))
+        asked = {"pool": "h100", "gpus": 8, "start": "2030-01-01T09:00:00Z", "duration_s": HOURS}
+        told = await api.ok("reservations/preview", **asked)
+        assert (told["fits"], told["reason"]) == (False, "needs 8 GPUs on one node; most free on one node: 4")
 
 
 async def test_of_many_windows_without_room_the_first_say_what_is_short(dsn: Dsn) -> None:
