@@ -210,6 +210,7 @@ begin
   if nodes is not null then
     perform from node where node_id = any(nodes) order by node_id for no key update;
     update node set placement_gen = placement_gen + 1 where node_id = any(nodes);
+    perform node_recount_gpus(nodes);
   end if;
   return null;
 end $$;
@@ -238,20 +239,23 @@ end $$;
 
 CREATE FUNCTION public.node_recount_gpus(p_node_ids integer[]) RETURNS void
     LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
     AS $$
 begin
   -- in READ COMMITTED the next statement sees all that was committed before these locks were granted
   perform from node_capacity where node_id = any(p_node_ids) order by node_id for no key update;
+  perform node_recount_parts(p_node_ids);
   update node_capacity c
   set gpu_total = n.total, gpu_healthy = n.healthy, gpu_parted = n.parted,
-      gpu_held_unfit = c.gpu_held - n.healthy + n.free, gpu_recount = n.healthy < n.total or n.odd
+      gpu_held_unfit = c.gpu_held - n.healthy + n.free, gpu_recount = n.recount
   from (
-    select u.node_id, d.total, d.healthy, d.parted, d.free, h.odd
+    select u.node_id, d.total, d.healthy, d.parted, d.free, d.healthy < d.total or d.in_parts or h.odd as recount
     from (select distinct unnest(p_node_ids) as node_id) u
     cross join lateral (
       select count(*) as total, count(*) filter (where g.healthy) as healthy,
              count(*) filter (where g.healthy and g.parted) as parted,
-             count(*) filter (where g.healthy and not g.parted and not g.touched) as free
+             count(*) filter (where g.healthy and not g.parted and not g.touched) as free,
+             coalesce(bool_or(g.parted), false) as in_parts
       from (
         select d.health = 'healthy' as healthy, d.time_slots > 1 or d.mig as parted,
                exists (select from allocation a
@@ -271,7 +275,58 @@ begin
   ) n
   where c.node_id = n.node_id
     and (c.gpu_total, c.gpu_healthy, c.gpu_parted, c.gpu_held_unfit, c.gpu_recount)
-        is distinct from (n.total, n.healthy, n.parted, c.gpu_held - n.healthy + n.free, n.healthy < n.total or n.odd);
+        is distinct from (n.total, n.healthy, n.parted, c.gpu_held - n.healthy + n.free, n.recount);
+end $$;
+
+-- function node_recount_parts(integer[])
+
+CREATE FUNCTION public.node_recount_parts(p_node_ids integer[]) RETURNS void
+    LANGUAGE plpgsql
+    SET plan_cache_mode TO 'force_generic_plan'
+    AS $$
+begin
+  with parted as materialized (
+    select d.device_id, d.node_id, d.slot, d.time_slots, d.mig, d.health = 'healthy' as healthy
+    from device d
+    where d.node_id = any(p_node_ids) and d.retired_at is null and (d.time_slots > 1 or d.mig)
+  ), held as materialized (
+    select a.node_id, range_agg(a.spans) as spans
+    from allocation a where a.released_at is null and a.node_id in (select node_id from parted)
+    group by a.node_id
+  ), held_instance as materialized (
+    select distinct a.node_id, uuid
+    from allocation a cross join unnest(a.device_uuids) uuid
+    where a.released_at is null and a.node_id in (select node_id from parted where mig) and uuid ^@ 'MIG-'
+  ), part as (
+    select p.node_id, 'slot.1/' || p.time_slots as device_class, p.healthy,
+           int4range(p.slot * 48 + i * 48 / p.time_slots, p.slot * 48 + (i + 1) * 48 / p.time_slots) as span,
+           false as held
+    from parted p cross join generate_series(0, p.time_slots - 1) as i
+    where not p.mig
+    union all
+    select p.node_id, 'mig.' || m.profile, p.healthy, m.span, i.uuid is not null
+    from parted p join mig_instance m using (device_id)
+    left join held_instance i on i.node_id = p.node_id and i.uuid = m.uuid
+    where p.mig and m.retired_at is null and m.span is not null
+  ), counted as materialized (
+    select node_id, device_class, count(*) as total, count(*) filter (where healthy) as healthy,
+           count(*) filter (where healthy and not held) as free, count(*) filter (where held) as held
+    from (
+      select p.node_id, p.device_class, p.healthy, p.held or coalesce(h.spans && p.span, false) as held
+      from part p left join held h using (node_id)
+    ) p
+    group by node_id, device_class
+  ), gone as (
+    delete from node_part o
+    where o.node_id = any(p_node_ids)
+      and not exists (select from counted c where (c.node_id, c.device_class) = (o.node_id, o.device_class))
+  )
+  insert into node_part as o (node_id, device_class, total, healthy, free, held)
+  select node_id, device_class, total, healthy, free, held from counted
+  on conflict (node_id, device_class) do update
+    set total = excluded.total, healthy = excluded.healthy, free = excluded.free, held = excluded.held
+    where (o.total, o.healthy, o.free, o.held)
+          is distinct from (excluded.total, excluded.healthy, excluded.free, excluded.held);
 end $$;
 
 -- function node_spec_forward_only()
@@ -1089,6 +1144,22 @@ ALTER TABLE public.node ALTER COLUMN node_id ADD GENERATED ALWAYS AS IDENTITY (
     CACHE 1
 );
 
+-- table node_part
+
+CREATE TABLE public.node_part (
+    node_id integer NOT NULL,
+    device_class text NOT NULL,
+    total integer NOT NULL,
+    healthy integer NOT NULL,
+    free integer NOT NULL,
+    held integer NOT NULL,
+    CONSTRAINT node_part_check CHECK (((healthy >= 0) AND (healthy <= total))),
+    CONSTRAINT node_part_check1 CHECK (((free >= 0) AND (free <= healthy))),
+    CONSTRAINT node_part_check2 CHECK (((held >= 0) AND (held <= total))),
+    CONSTRAINT node_part_total_check CHECK ((total > 0))
+)
+WITH (fillfactor='50');
+
 -- table node_report
 
 CREATE TABLE public.node_report (
@@ -1810,6 +1881,11 @@ ALTER TABLE ONLY public.node_inventory
 ALTER TABLE ONLY public.node_liveness
     ADD CONSTRAINT node_liveness_pkey PRIMARY KEY (node_id);
 
+-- constraint node_part node_part_pkey
+
+ALTER TABLE ONLY public.node_part
+    ADD CONSTRAINT node_part_pkey PRIMARY KEY (node_id, device_class);
+
 -- constraint node node_pkey
 
 ALTER TABLE ONLY public.node
@@ -2410,6 +2486,11 @@ ALTER TABLE ONLY public.node_inventory
 ALTER TABLE ONLY public.node_liveness
     ADD CONSTRAINT node_liveness_node_id_fkey FOREIGN KEY (node_id) REFERENCES public.node(node_id);
 
+-- fk constraint node_part node_part_node_id_fkey
+
+ALTER TABLE ONLY public.node_part
+    ADD CONSTRAINT node_part_node_id_fkey FOREIGN KEY (node_id) REFERENCES public.node(node_id);
+
 -- fk constraint node node_pool_id_fkey
 
 ALTER TABLE ONLY public.node
@@ -2703,6 +2784,11 @@ GRANT SELECT,INSERT,UPDATE ON TABLE public.node_inventory TO bc_gateway;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.node_liveness TO bc_api;
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.node_liveness TO bc_worker;
 GRANT SELECT,INSERT,UPDATE ON TABLE public.node_liveness TO bc_gateway;
+
+-- acl TABLE node_part
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.node_part TO bc_api;
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE public.node_part TO bc_worker;
 
 -- acl TABLE node_report
 

@@ -82,6 +82,7 @@ _RULES = (
     ),
     _Rule("capacity.device_counts.drift", checks.find_device_count_drift, "counts of GPUs equal the devices", _REPORT),
     _Rule("capacity.free.drift", checks.find_free_drift, "counts of free GPUs equal what no hold touches", _REPORT),
+    _Rule("capacity.parts.drift", checks.find_part_drift, "counts of parts equal the shared GPUs", _REPORT),
     _Rule("capacity.mig.drift", checks.find_mig_drift, "every MIG instance for sale is on its GPU", _REPORT),
     _Rule("capacity.held.drift", checks.find_held_drift, "held counters equal the holds", _REPORT),
     _Rule("quota.used.drift", checks.find_quota_drift, "quotas equal their reservations", _REPORT),

@@ -221,6 +221,41 @@ def find_free_drift(tx: Tx) -> Found:
     )
 
 
+def find_part_drift(tx: Tx) -> Found:
+    """Nodes whose counts of time slots or MIG instances, by class, are not those of their devices and holds."""
+    return _find(
+        tx,
+        """
+        with part as (
+          select d.node_id, 'slot.1/' || d.time_slots as device_class, d.health, '' as uuid,
+                 int4range(lower, lower + 48 / d.time_slots) as span
+          from device d cross join generate_series(d.slot * 48, d.slot * 48 + 47, 48 / d.time_slots) as lower
+          where d.retired_at is null and d.time_slots > 1 and not d.mig
+          union all
+          select d.node_id, 'mig.' || m.profile, d.health, m.uuid, m.span
+          from device d join mig_instance m using (device_id)
+          where d.retired_at is null and d.mig and m.retired_at is null and m.span is not null
+        ), found as (
+          select p.node_id, p.device_class, count(*) as total, count(*) filter (where p.health = 'healthy') as healthy,
+                 count(*) filter (where p.health = 'healthy' and not h.held) as free,
+                 count(*) filter (where h.held) as held
+          from part p cross join lateral (
+            select exists (select from allocation a
+                           where a.node_id = p.node_id and a.released_at is null
+                             and (a.spans && p.span or p.uuid = any(a.device_uuids))) as held) h
+          group by p.node_id, p.device_class
+        )
+        select format('node %%s: counts %%s of %%s, %%s healthy, %%s free, %%s held; are %%s, %%s, %%s, %%s', n.name,
+                      coalesce(c.total, 0), device_class, coalesce(c.healthy, 0), coalesce(c.free, 0),
+                      coalesce(c.held, 0), coalesce(f.total, 0), coalesce(f.healthy, 0), coalesce(f.free, 0),
+                      coalesce(f.held, 0))
+        from node_part c full join found f using (node_id, device_class) join node n using (node_id)
+        where (c.total, c.healthy, c.free, c.held) is distinct from (f.total, f.healthy, f.free, f.held)
+        order by node_id, device_class
+        """,
+    )
+
+
 def find_mig_drift(tx: Tx) -> Found:
     """MIG instances that are for sale and not on a live GPU in MIG mode, or not in its part of the line."""
     return _find(

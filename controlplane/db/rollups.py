@@ -1,8 +1,9 @@
 """Capacity of pools, summed over the counters of their nodes.
 
-A node's counters are kept exact by triggers and guarded updates (`node_capacity`); a pool has none of
-its own, because every placement would wait for that row until the one before it had committed. So a
-read is a pass over one narrow row a node, and never over devices, bookings or holds.
+A node's counters are kept exact by triggers and guarded updates (`node_capacity`, and `node_part` for
+what GPUs are given out as that are not given out whole); a pool has none of its own, because every
+placement would wait for that row until the one before it had committed. So a read is a pass over one
+narrow row a node, and one a node and class of parts, and never over devices, bookings or holds.
 """
 
 from __future__ import annotations
@@ -187,44 +188,17 @@ def _load_alike(tx: Tx, pool_ids: Sequence[int] | None) -> list[_Like]:
 
 
 def _load_parts(tx: Tx, pool_ids: Sequence[int] | None, node_ids: Sequence[int] | None = None) -> list[_NodePart]:
-    """The parts of nodes that have GPUs which are given out in parts: an index has these alone."""
     return tx.rows(
         _NodePart,
         """
-        with parted as materialized (
-          select d.device_id, d.node_id, n.pool_id, d.slot, d.time_slots, d.mig,
-                 d.health = 'healthy' and n.placeable as placeable
-          from device d join node n using (node_id)
-          where d.retired_at is null and (d.time_slots > 1 or d.mig) and n.provision_state <> 'decommissioned'
-            and (%(pools)s::int4[] is null or n.pool_id = any(%(pools)s))
-            and (%(nodes)s::int4[] is null or d.node_id = any(%(nodes)s))
-        ), held as materialized (
-          select a.node_id, range_agg(a.spans) as spans
-          from allocation a where a.released_at is null and a.node_id in (select node_id from parted)
-          group by a.node_id
-        ), held_instance as materialized (
-          select distinct a.node_id, uuid
-          from allocation a cross join unnest(a.device_uuids) uuid
-          where a.released_at is null and a.node_id in (select node_id from parted where mig) and uuid ^@ 'MIG-'
-        ), part as (
-          select p.pool_id, p.node_id, 'slot.1/' || p.time_slots as device_class, p.placeable,
-                 int4range(p.slot * 48 + i * 48 / p.time_slots, p.slot * 48 + (i + 1) * 48 / p.time_slots) as span,
-                 false as held
-          from parted p cross join generate_series(0, p.time_slots - 1) as i
-          where not p.mig
-          union all
-          select p.pool_id, p.node_id, 'mig.' || m.profile, p.placeable, m.span, i.uuid is not null
-          from parted p join mig_instance m using (device_id)
-          left join held_instance i on i.node_id = p.node_id and i.uuid = m.uuid
-          where p.mig and m.retired_at is null and m.span is not null
-        )
-        select p.pool_id, p.node_id, p.device_class, count(*) as total,
-               count(*) filter (where p.placeable) as placeable,
-               count(*) filter (where p.held or h.spans && p.span) as held,
-               count(*) filter (where p.placeable and (p.held or h.spans && p.span) is not true) as free
-        from part p left join held h using (node_id)
-        group by p.pool_id, p.node_id, p.device_class
-        order by p.pool_id, p.device_class, p.node_id
+        select n.pool_id, p.node_id, p.device_class, p.total, p.held,
+               case when n.placeable then p.healthy else 0 end as placeable,
+               case when n.placeable then p.free else 0 end as free
+        from node_part p join node n using (node_id)
+        where n.provision_state <> 'decommissioned'
+          and (%(pools)s::int4[] is null or n.pool_id = any(%(pools)s))
+          and (%(nodes)s::int4[] is null or p.node_id = any(%(nodes)s))
+        order by n.pool_id, p.device_class, p.node_id
         """,
         {
             "pools": None if pool_ids is None else list(pool_ids),

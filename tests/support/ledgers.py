@@ -45,6 +45,7 @@ from shared.wire import (
     decode_payload,
     encode,
 )
+from tests.support.referee import WRONG_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -284,6 +285,7 @@ class LedgerFleet:
         assert self.execute(ACTIVE_WITHOUT_EVIDENCE) == [(0,)]
         assert self.execute(WRONG_COUNTERS) == []
         assert self.execute(WRONG_GPU_COUNTERS) == []
+        assert self.execute(WRONG_PARTS) == []
         assert self.execute(WRONG_QUOTAS) == []
 
 

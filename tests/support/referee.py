@@ -63,6 +63,34 @@ _GPUS = """
                       else 48 / substring(p from '/([0-9]+)=')::int4 end)
     from unnest(r.parts) p), 0))"""
 
+# Classes of parts of which a node counts others than its devices, its instances and its holds say.
+WRONG_PARTS: LiteralString = """
+with part as (
+  select d.node_id, 'slot.1/' || time_slots as class, health = 'healthy' as sound, null as uuid,
+         48 * slot + 48 / time_slots * i as lo, 48 * slot + 48 / time_slots * (i + 1) as hi
+  from device d, generate_series(0, time_slots - 1) i where retired_at is null and time_slots > 1 and not mig
+  union all
+  select d.node_id, 'mig.' || profile, health = 'healthy', m.uuid, lower(span), upper(span)
+  from device d join mig_instance m using (device_id)
+  where d.retired_at is null and m.retired_at is null and mig and span is not null
+), looked as (
+  select p.*, exists (
+    select from allocation a left join lateral unnest(a.spans) s on true
+    where a.node_id = p.node_id and a.released_at is null
+      and (lower(s) < p.hi and p.lo < coalesce(upper(s), p.hi + 1)
+           or p.uuid in (select unnest(a.device_uuids)))) as taken
+  from part p
+), rows as (
+  select node_id, class, count(*) as total, count(*) filter (where sound) as sound,
+         count(*) filter (where sound and not taken) as free, count(*) filter (where taken) as held
+  from looked group by node_id, class
+)
+select concat('node ', node_id, ', ', class, ': counts ', (c.total, c.healthy, c.free, c.held)::text, ', has ',
+              (r.total, r.sound, r.free, r.held)::text)
+from rows r full join (select p.*, device_class as class from node_part p) c using (node_id, class)
+where (c.total, c.healthy, c.free, c.held) is distinct from (r.total, r.sound, r.free, r.held)
+"""
+
 RULES: tuple[Rule, ...] = (
     # --- I1: no two live bookings overlap in node, span and time ---------------------------------
     Rule(
@@ -237,6 +265,7 @@ RULES: tuple[Rule, ...] = (
               is distinct from (d.gpus, d.healthy, d.free, a.gpus, a.vcpus, a.memory_mib)
         """,
     ),
+    Rule("node_parts", "I6", WRONG_PARTS),
     Rule(
         "quota_counters",
         "I6",
@@ -483,6 +512,8 @@ REST: tuple[Rule, ...] = (
         """
         select format('node %s: %s', node_id, c) from node_capacity c
         where (gpu_held, vcpu_held, memory_mib_held) <> (0, 0, 0)
+        union all
+        select format('node %s, %s: %s held', node_id, device_class, held) from node_part where held <> 0
         union all
         select format('%s: %s, %s, %s', public_id, gpus_used, vcpus_used, memory_mib_used) from quota
         where (gpus_used, vcpus_used, memory_mib_used) <> (0, 0, 0)

@@ -68,6 +68,7 @@ BREACHES: dict[str, LiteralString] = {
     "ended_without_cause": f"update reservation set end_cause = 'unreachable' where reservation_id = {RELEASED}",
     "released_without_evidence": f"update allocation set release_envelope = null where reservation_id = {RELEASED}",
     "node_counters": "update node_capacity set gpu_held = gpu_held + 1 where node_id = 1",
+    "node_parts": "update device set time_slots = 4 where node_id = 1 and slot = 7",
     "quota_counters": "update quota set memory_mib_used = 1",
     "quota_exceeded": "update quota set gpus_max = 1",
     "quota_hours": "update quota_hours set gpu_us = gpu_us - 1",

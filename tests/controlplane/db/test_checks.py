@@ -113,6 +113,19 @@ async def test_a_sound_ledger_has_no_findings(dsn: Dsn) -> None:
             "node node-0: counts 8 GPUs, 7 healthy, 0 in parts; has 8, 8, 0",
         ),
         (
+            "capacity.parts.drift",
+            (
+                "update device set time_slots = 4 where node_id = 1 and slot = 7",
+                "update node_part set free = 3, held = 1",
+            ),
+            "node node-0: counts 4 of slot.1/4, 4 healthy, 3 free, 1 held; are 4, 4, 4, 0",
+        ),
+        (
+            "capacity.parts.drift",
+            ("insert into node_part values (1, 'mig.3g.40gb', 2, 2, 2, 0)",),
+            "node node-0: counts 2 of mig.3g.40gb, 2 healthy, 2 free, 0 held; are 0, 0, 0, 0",
+        ),
+        (
             "capacity.free.drift",
             ("update node_capacity set gpu_held_unfit = 2 where node_id = 1",),
             "node node-0: counts 5 GPUs free, has 3",

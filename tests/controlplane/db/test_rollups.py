@@ -56,6 +56,21 @@ async def test_pools_are_summed_up_by_what_their_nodes_are_good_for(dsn: Dsn) ->
         fleet.assert_sound()
 
 
+async def test_a_read_sums_up_counters_and_looks_at_nothing_else(dsn: Dsn) -> None:
+    async with open_fleet(dsn) as fleet:
+        fleet.execute("update device set time_slots = 4 where slot = 0")
+        # without gpu_recount, or the counters would be right again at once
+        fleet.execute("update node_capacity set gpu_total = 80, gpu_healthy = 70, gpu_held = 20, gpu_recount = false")
+        fleet.execute("update node_part set total = 40, healthy = 30, free = 20, held = 15")
+        for found in (
+            await fleet.run(rollups.load_capacity, None),
+            (await fleet.run(rollups.load_pool_capacities, [1]))[1],
+        ):
+            assert (found.gpus.total, found.gpus_healthy, found.gpus.held) == (80, 70, 20)
+            assert found.parts == {"slot.1/4": Amount(total=40, placeable=30, held=15, free=20, free_max=20)}
+        assert (await fleet.run(rollups.load_node_parts, [1]))[1]["slot.1/4"].free == 20
+
+
 async def test_an_inventory_that_shrank_below_what_is_held_leaves_nothing_free(dsn: Dsn) -> None:
     async with open_fleet(dsn) as fleet:
         await fleet.reserve(1, vcpus=60, memory_mib=70)
@@ -174,12 +189,14 @@ SLOTS = st.sets(st.integers(0, 8), min_size=1, max_size=4)
 HOLDS = st.one_of(
     st.tuples(st.just("reserve"), st.integers(1, 5), st.sampled_from([0, 7, 40])),
     st.tuples(st.just("whole")),
+    st.tuples(st.just("slots"), st.integers(1, 3), st.sampled_from([2, 4])),
     st.tuples(st.just("later"), st.integers(1, 5)),
     st.tuples(st.just("end"), st.integers(0, 3), st.booleans()),
 )
 DEVICES = st.one_of(
     st.tuples(st.just("health"), NODES, SLOTS, st.sampled_from(["healthy", "missing"])),
     st.tuples(st.just("retire"), NODES, SLOTS),
+    st.tuples(st.just("share"), NODES, SLOTS, st.sampled_from([1, 2, 4])),
     st.tuples(st.just("insert"), NODES, SLOTS),
     st.tuples(st.just("delete"), SLOTS),
     st.tuples(st.just("swap"), SLOTS),
@@ -203,6 +220,8 @@ async def _take(fleet: LedgerFleet, made: list[int], number: int, step: tuple[ob
             made.append((await fleet.reserve(gpus, vcpus=vcpus, memory_mib=vcpus)).reservation_id)
         case ("whole",):
             made.append((await fleet.reserve(1, whole_node=True)).reservation_id)
+        case ("slots", int(count), int(time_slots)):
+            made.append((await fleet.reserve(0, parts=[f"slot.1/{time_slots}={count}"])).reservation_id)
         case ("later", int(gpus)):
             made.append((await fleet.reserve(gpus, start_s=600)).reservation_id)
             fleet.advance(300)
@@ -229,6 +248,9 @@ def _change_devices(fleet: LedgerFleet, number: int, what: str, *parameters: obj
         case ("retire", int(node_id), set(slots)):
             where = "node_id = %s and slot = any(%s) and retired_at is null"
             fleet.execute(f"update device set retired_at = compute_now() where {where}", node_id, list(slots))
+        case ("share", int(node_id), set(slots), int(time_slots)):
+            where = "node_id = %s and slot = any(%s)"
+            fleet.execute(f"update device set time_slots = %s where {where}", time_slots, node_id, list(slots))
         case ("insert", int(node_id), set(slots)):
             with psycopg.connect(fleet.owner_dsn) as conn:
                 conn.execute(INSERT, {"nodes": [node_id], "round": number, "slots": list(slots)})
@@ -276,7 +298,7 @@ async def _assert_summed_up(fleet: LedgerFleet) -> None:
 
 
 FREE_OF_PLACEABLE = """
-select n.node_id, count(d.device_id) filter (where d.health = 'healthy' and not exists (
+select n.node_id, count(d.device_id) filter (where d.health = 'healthy' and d.time_slots = 1 and not exists (
   select from allocation a where a.node_id = n.node_id and a.released_at is null
     and a.spans && int4range(d.slot * 48, d.slot * 48 + 48)))
 from node n left join device d on d.node_id = n.node_id and d.retired_at is null
@@ -285,6 +307,6 @@ group by n.node_id
 """
 HEALTHY_OF_PLACEABLE = """
 select count(*) from device d join node n using (node_id)
-where d.retired_at is null and d.health = 'healthy' and n.provision_state = 'adopted'
+where d.retired_at is null and d.health = 'healthy' and d.time_slots = 1 and n.provision_state = 'adopted'
   and n.connectivity = 'connected' and not n.cordoned and not n.draining
 """
