@@ -9,12 +9,26 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from controlplane.model import index as index_module
+from controlplane.model import ranking
 from controlplane.model.index import PoolIndex
+from controlplane.model.kinds import Kind, RankedKind, Shape, rank_kind
 from controlplane.model.planner import NoPlan, Placer, Plan, ScanPlacer, plan_placement
 from controlplane.model.ranking import PLENTY
 from controlplane.model.refusals import PendingReason
 from tests.support.counting import count_calls
-from tests.support.fleets import HORIZON, NOW, PAIRS, SWITCH, book, make_node, make_request, scalars, shut, use
+from tests.support.fleets import (
+    HORIZON,
+    NOW,
+    PAIRS,
+    SWITCH,
+    book,
+    make_node,
+    make_request,
+    scalars,
+    shared_node,
+    shut,
+    use,
+)
 
 if TYPE_CHECKING:
     from controlplane.model.nodeview import NodeView
@@ -138,6 +152,49 @@ def test_ten_times_the_nodes_are_the_same_work(gpus: int, groups: tuple[int, ...
         work.append(count_calls(lambda index=index: index.plan(make_request(gpus), NOW, None)))
     assert work[1] <= work[0] + 5
     assert work[1] < 300
+
+
+def test_ten_times_the_nodes_are_the_same_work_later_and_for_parts() -> None:
+    """Once the nodes are filed by their days, which the first request for later has done."""
+    asked: dict[str, dict[str, Any]] = {
+        "later": {"gpus": 1, "start": 30},
+        "later for ever": {"gpus": 8, "start": 30, "hours": None},
+        "a later set": {"gpus": 4, "topology": "nvlink-all", "start": 30},
+        "a later node": {"gpus": 8, "whole_node": True, "start": 30},
+        "a later gang": {"gpus": 8, "nodes": 4, "start": 30},
+        "later vCPUs": {"vcpus": 4, "start": 30},
+        "parts": {"parts": {"slot.1/4": 1}},
+        "later parts": {"parts": {"slot.1/4": 1}, "start": 30},
+    }
+    work: dict[str, list[int]] = {name: [] for name in asked}
+    for size in (1_000, 10_000):
+        nodes = [shared_node(i, PAIRS, {7: 4}, vcpus=64) if i % 3 == 0 else make_node(i, vcpus=64) for i in range(size)]
+        index = PoolIndex(book(n, *range(n.node_id % 7), start=26, end=34) if n.node_id % 2 else n for n in nodes)
+        for name, terms in asked.items():
+            request = make_request(**terms)
+            assert isinstance(index.plan(request, NOW, None), Plan), name
+            work[name].append(count_calls(lambda index=index, request=request: index.plan(request, NOW, None)))
+    for name, (few, many) in work.items():
+        # a shortlist may be a little fuller
+        assert many <= 1.1 * few, name
+
+
+def test_kinds_are_ranked_once_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked: list[int] = []
+
+    def rank(shape: Shape, kind: Kind) -> RankedKind | None:
+        ranked.append(shape.gpus)
+        return rank_kind(shape, kind)
+
+    monkeypatch.setattr(ranking, "rank_kind", rank)
+    index = PoolIndex(use(make_node(i), *range(i % 8)) for i in range(800))
+    for number in range(20):
+        for gpus in (1, 2):
+            made = index.plan(make_request(gpus, hours=number + 1), NOW, None)
+            assert isinstance(made, Plan)
+            index.book(made)
+    # eight kinds that there were, and the full nodes that the first plan makes
+    assert (ranked.count(1), ranked.count(2)) == (9, 9)
 
 
 def test_cpu_nodes_are_found_without_a_scan() -> None:
