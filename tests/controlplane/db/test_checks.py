@@ -140,6 +140,14 @@ async def test_a_sound_ledger_has_no_findings(dsn: Dsn) -> None:
             ("update node_capacity set vcpu_held = 1, memory_mib_held = 2 where node_id = 1",),
             "node node-0: counts 5 GPUs, 1 vCPUs, 2 MiB; held are 5, 0, 0",
         ),
+        (
+            "quota.hours.drift",
+            (
+                "insert into quota (public_id, tenant_id, pool_id, gpu_hours_max, hours_from)"
+                " values ('quo_b', 1, 1, 100, '2030-01-01Z')",
+            ),
+            "quo_b from 2030-01-01: counts 0.000 GPU-hours; used are 7.000",
+        ),
         ("quota.claims.drift", ("update quota set claims = 1",), "quo_a: counts 1 that wait; there are 0"),
         ("quota.used.drift", ("update quota set gpus_used = 8",), "quo_a: counts 8 GPUs, 0 vCPUs, 0 MiB; used are 9"),
         (
@@ -176,6 +184,11 @@ async def test_a_fault_is_found_and_named(dsn: Dsn, name: str, faults: tuple[str
         check = doctor._apply(LEDGER_RULES[name], found[name])
         assert not check.ok
         assert check.fix
+
+
+def test_doctor_leaves_no_check_out() -> None:
+    run = {rule.find.func if isinstance(rule.find, partial) else rule.find for rule in doctor._RULES}
+    assert run == {find for name, find in vars(checks).items() if name.startswith("find_")}
 
 
 async def test_a_hold_is_stuck_after_a_quarter_of_an_hour(dsn: Dsn) -> None:

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from controlplane.db import rollups
+from controlplane.db.fleet import page_board
+from controlplane.db.node_views import find_nodes
 from controlplane.db.rollups import Amount, Capacity, Standing
 from tests.support.ledgers import open_fleet
 
@@ -69,6 +71,10 @@ async def test_a_read_sums_up_counters_and_looks_at_nothing_else(dsn: Dsn) -> No
             assert (found.gpus.total, found.gpus_healthy, found.gpus.held) == (80, 70, 20)
             assert found.parts == {"slot.1/4": Amount(total=40, placeable=30, held=15, free=20, free_max=20)}
         assert (await fleet.run(rollups.load_node_parts, [1]))[1]["slot.1/4"].free == 20
+        (row,) = await fleet.run(page_board, pool_id=1, after=0, limit=10)
+        assert (row.gpus, row.gpus_held, row.gpus_unhealthy) == (80, 20, 10)
+        (node,) = await fleet.run(find_nodes, "node-0")
+        assert (node.gpus_total, node.gpus_held) == (80, 20)
 
 
 async def test_an_inventory_that_shrank_below_what_is_held_leaves_nothing_free(dsn: Dsn) -> None:
