@@ -69,6 +69,25 @@ async def test_the_page_tells_for_how_long_placements_lock(dsn: Dsn, tmp_path: P
         assert len(re.findall(rf"^{name}_count{{", text, re.MULTILINE)) == 1
 
 
+async def test_a_scheduler_places_as_many_at_once_as_it_is_told(dsn: Dsn, tmp_path: Path) -> None:
+    async with open_stack(dsn, tmp_path, serve=False) as stack, httpx2.AsyncClient() as client:
+        config = tmp_path / "config.toml"
+        config.write_text(f"{config.read_text()}[capacity]\nmax_batch = 2\n")
+        await stack.start_server()
+        await stack.make_pool()
+        with psycopg.connect(dsn.admin, autocommit=True) as conn:
+            insert_node(conn, 1, 0, 8)
+            conn.execute("update node set cordoned = true")
+        waiting = [await stack.reserve(1) for _ in range(6)]
+        await stack.client.change("nodes/uncordon", {"node": "node-0"})
+        for reservation in waiting:
+            await stack.wait_state(reservation, "binding")
+        text = (await client.get(f"http://127.0.0.1:{stack.ports[0]}/metrics")).text
+        name = 'better_compute_placement_lock_held_seconds_count{placer="pool-lease"}'
+        (batches,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        assert float(batches) >= 3
+
+
 async def test_leases_are_free_after_a_clean_stop(dsn: Dsn, tmp_path: Path) -> None:
     async with open_stack(dsn, tmp_path) as stack:
         stack.server.kill(signal.SIGTERM)

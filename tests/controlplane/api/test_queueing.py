@@ -197,6 +197,22 @@ async def test_with_pool_lease_every_request_waits_for_the_scheduler(dsn: Dsn) -
         assert (await api.ok("reservations/get", id=made["id"]))["state"] == "binding"
 
 
+async def test_with_pool_lease_gangs_and_repairs_are_placed_in_the_request(dsn: Dsn) -> None:
+    async with open_pool(dsn) as api:
+        object.__setattr__(api.context, "placer", "pool-lease")
+        with psycopg.connect(dsn.admin, autocommit=True) as conn:
+            for number in (1, 2):
+                insert_node(conn, 1, number, 8)
+            gang = (await reserve(api, 16, nodes=2, duration_s=HOUR)).data
+            assert (gang["state"], len(gang["parts"])) == ("binding", 2)
+            broken, well = gang["parts"]
+            conn.execute("update device set health = 'missing' where uuid = %s", (broken["gpu_uuids"][0],))
+        repaired = await api.ok("reservations/repair", id=gang["id"])
+        bound = {part["node_name"] for part in repaired["parts"] if part["state"] == "binding"}
+        assert bound == {"node-0", "node-1", "node-2"} - {broken["node_name"]}
+        assert well["node_name"] in bound
+
+
 async def test_the_answer_to_a_request_is_what_everybody_sees_of_it(dsn: Dsn) -> None:
     async with open_pool(dsn) as api:
         later = "2031-01-01T00:00:00Z"
