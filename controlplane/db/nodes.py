@@ -450,3 +450,17 @@ def load_booked_on(tx: Tx, node_ids: Sequence[int], *, impaired: bool | None = N
             {"nodes": list(node_ids), "impaired": impaired},
         )
     ]
+
+
+def load_bound_on(tx: Tx, node_id: int) -> list[int]:
+    """Reservations that hold something on the node that it has signed for and was not told to let go of."""
+    return [
+        row[0]
+        for row in tx.tuples(
+            """
+            select distinct reservation_id from allocation
+            where node_id = %(node)s and released_at is null and state = 'bound' order by reservation_id
+            """,
+            {"node": node_id},
+        )
+    ]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from controlplane.capacity.specs import write_spec
-from controlplane.db import backing, commands, devices, nodes, outbox
+from controlplane.db import backing, commands, devices, nodes, outbox, reservation_events
 from controlplane.db.nodes import NODE_SLOT, Condition, ConditionChange
 from controlplane.db.queue import enqueue, schedule_many
 from controlplane.db.time import load_now
@@ -131,15 +131,24 @@ class _Step:
 
     def connect(self) -> None:
         node = self.node
-        said = (node.session_boot_id, node.session_agent_version)
+        # an agent that could not read its boot id yet says none
+        said = (node.session_boot_id or node.boot_id, node.session_agent_version)
         news = node.connectivity != "connected"
         if not node.in_touch or (not news and said == (node.boot_id, node.agent_version)):
             return
         nodes.mark_connected(self.tx, node.node_id, boot_id=said[0], agent_version=said[1])
+        if node.boot_id not in ("", said[0]):
+            self._tell_holders()
         if news:
             self.tell("connected", epoch=node.session_epoch, agent_version=said[1])
             self.room |= node.provision_state == "adopted"
             self.back = True
+
+    def _tell_holders(self) -> None:
+        """The node has been started anew: nothing that ran on it runs any more, and all that was held is."""
+        holders = nodes.load_bound_on(self.tx, self.node.node_id)
+        told = {reservation_id: {"node": self.node.name} for reservation_id in holders}
+        reservation_events.publish_all(self.tx, "node_rebooted", told)
 
     # --- status, inventory and acceptance ---
 

@@ -16,6 +16,7 @@ ReservationVerb = Literal[
     "extended",
     "maintenance_planned",
     "moved",
+    "node_rebooted",
     "prioritized",
     "replacement_failed",
     "shrunk",

@@ -170,17 +170,18 @@ class Fleet:
 
     # --- what a gateway writes ---
 
-    def hello(self, machine: Machine) -> None:
+    def hello(self, machine: Machine, *, boot_id: str = "boot") -> None:
         """Open a session, as a gateway does at Hello."""
         self.execute(
             """
             insert into node_session as s (node_id, epoch, open, opened_at, boot_id, agent_version, journal_id)
-            values (%s, 1, true, compute_now(), 'boot', '1.0', %s)
+            values (%s, 1, true, compute_now(), %s, '1.0', %s)
             on conflict (node_id) do update set epoch = s.epoch + 1, open = true, opened_at = compute_now(),
               closed_at = null, boot_id = excluded.boot_id, agent_version = excluded.agent_version,
               journal_id = excluded.journal_id
             """,
             machine.node_id,
+            boot_id,
             machine.journal_id,
         )
         self.beat(machine)

@@ -409,6 +409,34 @@ async def test_a_rejoin_keeps_holds(dsn: Dsn, tmp_path: Path) -> None:
         assert fleet.execute("select count(*) from device") == [(8,)]
 
 
+async def test_a_reboot_is_told_from_a_netsplit_and_the_holder_keeps_what_it_holds(dsn: Dsn, tmp_path: Path) -> None:
+    told = "select subject, data ->> 'node' from outbox where kind = 'reservation.node_rebooted'"
+    bound = "state = 'bound', bound_at = compute_now(), bound_envelope = '\\x00'"
+    async with open_fleet(dsn, tmp_path) as fleet:
+        machine = await adopt(fleet, make_machine())
+        held, ends, begins = await reserve(fleet, 4), await reserve(fleet, 2), await reserve(fleet, 1)
+        for one in (held, ends):
+            fleet.execute(f"update allocation set {bound} where reservation_id = %s", one.reservation_id)
+        fleet.execute(
+            "update allocation set state = 'releasing', releasing_at = compute_now() where reservation_id = %s",
+            ends.reservation_id,
+        )
+        before = fleet.execute("select allocation_id, spans, state from allocation order by 1")
+        # away and back, and once without having read its boot id
+        for boot_id in ("boot", "", "boot"):
+            fleet.execute("update node set connectivity = 'unreachable'")
+            fleet.hello(machine, boot_id=boot_id)
+            await run_step(fleet, machine)
+        assert fleet.execute(told) == []
+        # quicker than its silence was noticed
+        fleet.hello(machine, boot_id="boot-2")
+        for _ in range(2):
+            await run_step(fleet, machine)
+        assert fleet.execute(told) == [(held.public_id, machine.name)]
+        assert fleet.execute("select allocation_id, spans, state from allocation order by 1") == before
+        assert (await reload(fleet, begins)).state == "binding"
+
+
 async def test_less_memory_than_is_held(dsn: Dsn, tmp_path: Path) -> None:
     async with open_fleet(dsn, tmp_path) as fleet:
         machine = await adopt(fleet, make_machine())
