@@ -1,9 +1,9 @@
 """The torture of the ledger: many at once, on real connections, while sessions are killed and locks taken crosswise.
 
-Holders and operators go through the API, workers run every reconciler of the registry, nodes sign, and time leaps.
-Meanwhile the executioner ends sessions in the middle of transactions, the rogue takes row locks in the wrong order
-and keeps them, and the referee looks at snapshots. Then everybody behaves: `heal` lets every reservation end, after
-which nothing may be left.
+Holders, of single reservations and of series, and operators go through the API, workers run every reconciler of the
+registry, nodes sign, and time leaps. Meanwhile the executioner ends sessions in the middle of transactions, the rogue
+takes row locks in the wrong order and keeps them, and the referee looks at snapshots. Then everybody behaves: `heal`
+lets every reservation end, after which nothing may be left.
 
 Each actor draws from a generator of its own that is made of the seed, so a seed repeats what is attempted; which of
 them comes first is for the machine to say.
@@ -15,7 +15,7 @@ import random
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from controlplane.capacity.indexes import PoolIndexes
+    from controlplane.config import PlacerKind
     from controlplane.db.tx import Tx
     from controlplane.model.nodeview import NodeView
     from tests.support.postgres import Dsn
@@ -103,6 +104,13 @@ class Torture:
             with trio.move_on_after(seconds):
                 await self._over.wait()
             self._over.set()
+        ((deadlocks,),) = await self.arena.ask(
+            "select deadlocks from pg_stat_database where datname = current_database()"
+        )
+        # the others were the rogue's
+        self.counts["transactions deadlocked"] = deadlocks - self.counts["lost DeadlockDetected"]
+        for database in (self.arena.api.context.db, self.arena.workers):
+            self.counts["transactions retried"] += database.statistics().retries
         for node_id, (known, there) in (await self.arena.workers.run_tx(_find_stale, self.arena.tools.indexes)).items():
             self.fail(f"the index has of node {node_id}: {known}; there is: {there}")
 
@@ -194,15 +202,22 @@ def _lock_crosswise(torture: Torture, rng: random.Random) -> None:
 
 @dataclass
 class Holder:
-    """Somebody of a tenant, who asks, changes the end, and lets go."""
+    """Somebody of a tenant, who asks, once or for a time that comes back, changes the end, and lets go."""
 
     torture: Torture
     tenant: str
     asked: int = 0
     mine: list[str] = field(default_factory=list[str])
+    series: list[str] = field(default_factory=list[str])
 
     async def act(self, rng: random.Random) -> None:
-        what = rng.choices(("create", "extend", "shrink", "release", "again"), (10, 3, 3, 6, 2))[0]
+        what = rng.choices(("create", "extend", "shrink", "release", "again", "series"), (10, 3, 3, 6, 2, 5))[0]
+        if what == "series" and self.series:
+            await self._call("series/cancel", id=self.series.pop())
+            return
+        if what == "series":
+            await self._create_series(rng)
+            return
         if what == "create" or not self.mine:
             await self._create(rng)
             return
@@ -220,10 +235,35 @@ class Holder:
             moved = end + (end - now) * rng.choice((-0.5, -0.1) if what == "shrink" else (0.1, 1.0))
             await self._call(f"reservations/{what}", id=reservation, end=moved.isoformat())
 
+    def _name(self) -> str:
+        self.asked += 1
+        return f"{self.tenant}-{id(self)}-{self.asked}"
+
+    async def _create_series(self, rng: random.Random) -> None:
+        """Windows of the next days, the first one soon."""
+        name = self._name()
+        first = (await self.torture.arena.now()).astimezone(UTC) + timedelta(seconds=rng.choice((120, 600, 1800)))
+        reply = await self._call(
+            "series/create",
+            **_wish(rng),
+            name=name,
+            time_zone="UTC",
+            from_time=f"{first:%H:%M}",
+            first_date=f"{first:%Y-%m-%d}",
+            duration_s=rng.choice((300, 900, 3600)),
+            count=rng.choice((2, 4)),
+            all_or_nothing=rng.random() < 0.5,
+        )
+        if reply.code == "OK":
+            self.series.append(reply.data["id"])
+            placed = [window["reservation"] for window in reply.data["windows"] if window["reservation"]]
+            self.torture.acknowledged.update(dict.fromkeys(placed, name))
+            # the first is changed and let go of like any other
+            self.mine += placed[:1]
+
     async def _create(self, rng: random.Random) -> None:
         torture = self.torture
-        self.asked += 1
-        name = f"{self.tenant}-{id(self)}-{self.asked}"
+        name = self._name()
         wish: dict[str, Any] = _wish(rng)
         if rng.random() < 0.25:
             wish["start"] = (await torture.arena.now() + timedelta(seconds=rng.choice((60, 600, 1800)))).isoformat()
@@ -493,7 +533,12 @@ async def judge(torture: Torture) -> list[str]:
     wrong += [
         f"{name}: one wish, {count} bookings"
         for name, count in arena.sql(
-            "select name, count(*) from reservation where placed_at is not null group by name having count(*) > 1"
+            """
+            select name, count(*) from reservation r
+            where placed_at is not null
+              and not exists (select from series_occurrence o where o.reservation_id = r.reservation_id)
+            group by name having count(*) > 1
+            """
         )
     ]
     return wrong
@@ -503,13 +548,14 @@ async def judge(torture: Torture) -> list[str]:
 
 
 @asynccontextmanager
-async def open_torture(dsn: Dsn, seed: int) -> AsyncGenerator[Torture]:
+async def open_torture(dsn: Dsn, seed: int, placer: PlacerKind = "inline") -> AsyncGenerator[Torture]:
     """A fleet with nodes that fail now and then, quotas that bind, and timeouts that are short enough to be met."""
     with psycopg.connect(dsn.admin, autocommit=True) as conn:
         for role in ("bc_api", "bc_worker"):
             short = sql.SQL("alter role {} in database {} set lock_timeout = '400ms'")
             conn.execute(short.format(sql.Identifier(role), sql.Identifier(dsn.name)))
     async with open_arena(dsn, nodes=NODES, gpus=GPUS, cpu_nodes=CPU_NODES, tenants=TENANTS) as arena:
+        object.__setattr__(arena.api.context, "placer", placer)
         await arena.api.ok("pools/update", pool="h100", preemption=True)
         first = arena.nodes[0]
         await arena.api.ok("devices/share", device=first.node.uuids[0], time_slots=TIME_SLOTS)

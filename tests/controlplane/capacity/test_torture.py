@@ -5,28 +5,29 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import pytest
 import trio
 
 from tests.support.referee import REST, RULES, find_breaches
 from tests.support.torture import heal, judge, open_torture
 
 if TYPE_CHECKING:
-    import pytest
-
+    from controlplane.config import PlacerKind
     from tests.support.postgres import Dsn
 
 SECONDS, SEED = 6.0, 1
 
 
-async def test_the_ledger_under_torture(dsn: Dsn, request: pytest.FixtureRequest) -> None:
-    await _torture(dsn, request)
+@pytest.mark.parametrize("placer", ["inline", "pool-lease"])
+async def test_the_ledger_under_torture(dsn: Dsn, request: pytest.FixtureRequest, placer: PlacerKind) -> None:
+    await _torture(dsn, request, placer)
 
 
 async def test_the_ledger_under_torture_behind_pgbouncer(pooled: Dsn, request: pytest.FixtureRequest) -> None:
-    await _torture(pooled, request)
+    await _torture(pooled, request, "inline")
 
 
-async def _torture(dsn: Dsn, request: pytest.FixtureRequest) -> None:
+async def _torture(dsn: Dsn, request: pytest.FixtureRequest, placer: PlacerKind) -> None:
     seconds: float | None = request.config.getoption("--torture-seconds")
     seed: int | None = request.config.getoption("--torture-seed")
     if seed is None:
@@ -35,7 +36,7 @@ async def _torture(dsn: Dsn, request: pytest.FixtureRequest) -> None:
     again = f"python -m pytest {request.node.nodeid} --torture-seconds {seconds:g} --torture-seed {seed}"
     print(again)  # noqa: T201 - a run of minutes is watched
     with trio.fail_after(seconds + 120):
-        async with open_torture(dsn, seed) as torture:
+        async with open_torture(dsn, seed, placer) as torture:
             await torture.run(seconds)
             rounds = 0 if torture.failures else await heal(torture)
             wrong = [*torture.failures]
@@ -48,5 +49,17 @@ async def _torture(dsn: Dsn, request: pytest.FixtureRequest) -> None:
     print(f"healed in {rounds} rounds\n{story}")  # noqa: T201
     assert not wrong, "\n".join([*wrong[:20], f"again: {again}", story])
     # it was a torture
-    for what in ("reservations/create OK", "reservations/release OK", "node acted", "killed", "locked crosswise"):
+    for what in (
+        "reservations/create OK",
+        "reservations/release OK",
+        "series/create OK",
+        "series/cancel OK",
+        "reconciled placement",
+        "node acted",
+        "killed",
+        "locked crosswise",
+        "transactions deadlocked",
+    ):
         assert torture.counts[what] > 0, story
+    # a few give up, and others are retried for another reason
+    assert torture.counts["transactions retried"] > torture.counts["transactions deadlocked"] / 2, story
