@@ -93,6 +93,7 @@ class Torture:
                 *((f"holder-{n}", Holder(self, tenants[n % len(tenants)]).act) for n in range(HOLDERS)),
                 ("operator", Operator(self).act),
                 *((f"worker-{n}", Worker(self, f"worker-{n}").act) for n in range(WORKERS)),
+                ("scheduler", Worker(self, "scheduler", only="placement").act),
                 *((f"nodes-{n}", partial(self._converge, n)) for n in range(2)),
                 ("clock", self._leap),
                 ("executioner", self._kill),
@@ -215,7 +216,7 @@ class Holder:
         if what == "series" and self.series:
             await self._call("series/cancel", id=self.series.pop())
             return
-        if what == "series":
+        if what == "series" or not self.asked:
             await self._create_series(rng)
             return
         if what == "create" or not self.mine:
@@ -463,13 +464,15 @@ def _set_health(tx: Tx, node_id: int, slot: int, health: str) -> None:
 
 @dataclass
 class Worker:
-    """Runs any key of any reconciler, whoever else runs it."""
+    """Runs any key of any reconciler, or of `only` one, whoever else runs it."""
 
     torture: Torture
     name: str
+    only: str | None = None
 
     async def act(self, rng: random.Random) -> None:
-        reconciler = rng.choice(self.torture.arena.reconcilers(self.name))
+        reconcilers = self.torture.arena.reconcilers(self.name)
+        reconciler = rng.choice([each for each in reconcilers if self.only in (None, each.name)])
         keys = await reconciler.list_keys("", 500)
         for key in rng.sample(list(keys), min(len(keys), 4)):
             await reconciler.reconcile(key)
@@ -491,6 +494,9 @@ async def heal(torture: Torture) -> int:
             await arena.api.ok("nodes/undrain", node=witness.node.public_id)
             for slot in range(len(witness.node.uuids)):
                 await arena.workers.run_tx(_set_health, witness.node.node_id, slot, "healthy")
+    # most of their windows are days ahead
+    for (series,) in arena.sql("select public_id from series where cancelled_at is null order by 1"):
+        await call(torture, "series/cancel", id=series)
     for done in range(1, HEAL_ROUNDS_MAX + 1):
         # what has no end of its own is let go of; the rest too, once there was time for it to end by itself
         for (reservation,) in arena.sql(

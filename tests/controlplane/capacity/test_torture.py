@@ -54,7 +54,6 @@ async def _torture(dsn: Dsn, request: pytest.FixtureRequest, placer: PlacerKind)
         "reservations/release OK",
         "series/create OK",
         "series/cancel OK",
-        "reconciled placement",
         "node acted",
         "killed",
         "locked crosswise",
