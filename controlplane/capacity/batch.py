@@ -29,6 +29,7 @@ from controlplane.db.places import load_window_limits
 from controlplane.db.queue import enqueue
 from controlplane.db.time import load_now
 from controlplane.db.waiting import Pending
+from controlplane.model.labels import parse_selector
 from controlplane.model.planner import NoPlan
 from controlplane.model.queueing import GANGS_LOOKED_FOR_MAX, Turn
 from controlplane.model.requests import InvalidRequest, check_limits
@@ -175,7 +176,7 @@ def commit_all(
     seen = {part.node_id: part.placement_gen for one in planned for part in one.plan.parts}
     pool = lock_planned_nodes(tx, pool_id, seen)
     tools.time_locks(tx, placer)
-    ready = [one for one in planned if all(part.node_id in pool.names for part in one.plan.parts)]
+    ready = [one for one in planned if pool.has(one.plan, parse_selector(one.reservation.selector))]
     complete = write_parts(tx, pool_id, ready) if ready else set[int]()
     done = [one for one in ready if one.reservation_id in complete]
     if len(done) < len(ready):

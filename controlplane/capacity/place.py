@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
     from controlplane.model.event_kinds import ReservationVerb
+    from controlplane.model.labels import Selector
     from controlplane.model.planner import Plan
     from controlplane.model.quotas import QuotaShort
     from controlplane.model.requests import Strategy, Topology
@@ -144,15 +145,15 @@ def plan_and_lock(
             # all at once, for the order of the locks
             ledger.lock_nodes(tx, [*lock_too, *(part.node_id for part in plan.parts)])
             tools.time_locks(tx, "inline")
-        _lock_nodes(tx, tools, pool_id, plan)
+        _lock_nodes(tx, tools, pool_id, plan, request.selector)
     return plan
 
 
-def _lock_nodes(tx: Tx, tools: LedgerTools, pool_id: int, plan: Plan) -> LockedPool:
+def _lock_nodes(tx: Tx, tools: LedgerTools, pool_id: int, plan: Plan, selector: Selector) -> LockedPool:
     seen = {part.node_id: part.placement_gen for part in plan.parts}
     pool = lock_planned_nodes(tx, pool_id, seen)
     tools.time_locks(tx, "inline")
-    if len(pool.names) < len(seen):
+    if not pool.has(plan, selector):
         raise Contended("nodes")
     return pool
 
@@ -196,7 +197,7 @@ def _next_look(plan: Plan, now: datetime) -> datetime:
 
 def _commit(tx: Tx, tools: LedgerTools, reservation: Reservation, plan: Plan, now: datetime) -> None:
     """Lock the plan's nodes and write it, and their specs if it starts now."""
-    pool = _lock_nodes(tx, tools, reservation.pool_id, plan)
+    pool = _lock_nodes(tx, tools, reservation.pool_id, plan, parse_selector(reservation.selector))
     parts = [commitment(tools, reservation, plan)]
     if not write_parts(tx, reservation.pool_id, parts):
         raise Contended("booking_no_overlap or allocation_one_hold")

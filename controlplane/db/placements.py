@@ -22,6 +22,8 @@ import msgspec
 from controlplane.db.packed import pack
 from controlplane.db.spans import encode_spans
 from controlplane.db.tx import CheckConflict
+from controlplane.db.views import read_labels
+from controlplane.model.labels import selects
 from controlplane.model.shards import shard_of
 from controlplane.model.shares import parse_parts
 from shared.ids import new_id
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from controlplane.db.reservations import Reservation
     from controlplane.db.tx import Tx
+    from controlplane.model.labels import Selector
     from controlplane.model.planner import Plan
 
 
@@ -56,12 +59,19 @@ class Commitment:
 
 @dataclass(frozen=True, slots=True)
 class LockedPool:
-    """What events say of a pool, and the names of its nodes that are locked and as they were planned on."""
+    """What events say of a pool, and its nodes that are locked and as they were planned on, by name and with labels."""
 
     pool_id: int
     slug: str
     gpu_model: str | None
     names: Mapping[int, str]
+    labels: Mapping[int, str]
+
+    def has(self, plan: Plan, selector: Selector) -> bool:
+        """Whether all nodes of a plan are locked, and have the labels that were asked for."""
+        if not all(part.node_id in self.names for part in plan.parts):
+            return False
+        return not selector or all(selects(selector, read_labels(self.labels[part.node_id])) for part in plan.parts)
 
 
 def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedPool:
@@ -75,7 +85,7 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
     """
     rows = tx.tuples(
         """
-        select n.node_id, n.name, n.placement_gen, n.placeable, p.slug, p.gpu_model
+        select n.node_id, n.name, n.placement_gen, n.placeable, n.labels::text, p.slug, p.gpu_model
         from node n join pool p using (pool_id)
         where n.node_id = any(array(select unnest(string_to_array(%(nodes)s, ';')::int4[]))) and n.pool_id = %(pool)s
         order by n.node_id for no key update of n
@@ -83,8 +93,9 @@ def lock_planned_nodes(tx: Tx, pool_id: int, seen: Mapping[int, int]) -> LockedP
         {"nodes": pack(sorted(seen)), "pool": pool_id},
     )
     names = {node_id: name for node_id, name, gen, placeable, *_ in rows if placeable and gen == seen[node_id]}
-    slug, gpu_model = rows[0][4:] if rows else ("", None)
-    return LockedPool(pool_id, slug, gpu_model, names)
+    labels = {node_id: labels for node_id, _, _, _, labels, *_ in rows}
+    slug, gpu_model = rows[0][5:] if rows else ("", None)
+    return LockedPool(pool_id, slug, gpu_model, names, labels)
 
 
 # What the spans of `a` have on its node, in one look: of how many healthy GPUs they have any part, how many GPUs they

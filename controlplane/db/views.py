@@ -85,7 +85,7 @@ def load_node_views(
                 scalars_booked=tuple(ledger.scalars.get(node_id, ())),
                 vcpus_held=vcpus_held,
                 memory_mib_held=memory_mib_held,
-                labels=_labels(labels),
+                labels=read_labels(labels),
                 shared=_share(shared[node_id], ledger, node_id) if node_id in shared else None,
             )
         )
@@ -150,8 +150,8 @@ def load_node_names(tx: Tx, node_ids: Sequence[int]) -> dict[int, str]:
 
 
 @lru_cache(maxsize=16_384)  # whatever tells nodes apart, and a fleet's nodes at most
-def _labels(text: str) -> Labels:
-    """One value for all nodes of a label set."""
+def read_labels(text: str) -> Labels:
+    """What the database writes of `node.labels`, as one value for all nodes of a label set."""
     return tuple(sorted(json.loads(text).items()))
 
 

@@ -75,3 +75,11 @@ async def test_gpus_that_no_link_joins_are_not_sold_as_joined(dsn: Dsn, monkeypa
         assert before.groups, "all of them are joined"
         fleet.execute("update device set nvlink_group = slot / 2")
         await assert_not_sold(fleet, before, 4, monkeypatch, topology="nvlink-all")
+
+
+async def test_a_node_without_the_label_is_not_sold_as_one_that_has_it(
+    dsn: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_fleet(dsn, nodes=1) as fleet:
+        labelled = replace(await only_view(fleet), labels=(("zone", "a"),))
+        await assert_not_sold(fleet, labelled, 1, monkeypatch, selector=["zone=a"])
