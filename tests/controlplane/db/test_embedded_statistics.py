@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def _execute(dsn: str, statement: str) -> None:
-    # a session of its own: what it has changed is counted when it ends
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute(statement.encode())
+        # otherwise what was changed is counted when the session has ended, some moments after this
+        conn.execute("select pg_stat_force_next_flush()")
 
 
 def _values(dsn: str, query: str) -> list[tuple[object, ...]]:
