@@ -286,7 +286,9 @@ def test_a_ctrl_c_that_reaches_a_child_before_its_session_is_not_its_end(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner hears it, too; what it does then is not to say that a directory cannot be entered."""
-    real, once = find_binaries().bindir, place / "once"
+    with small(place / "first") as first:
+        real = first.binaries.bindir  # which its user can execute, or a copy that it can
+    once = place / "once"
     once.mkdir()
     once.chmod(0o777)
     bindir = fake_installation(place, "18.6")
