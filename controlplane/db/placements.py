@@ -53,8 +53,7 @@ class Commitment:
     @property
     def instances_asked(self) -> int:
         """How many MIG instances there are to be on each node."""
-        parts = self.reservation.parts
-        return sum(ask.count for ask in parse_parts(parts) if ask.device_class.startswith("mig.")) if parts else 0
+        return sum(ask.count for ask in parse_parts(self.reservation.parts) if ask.is_mig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from controlplane.api.calls import Input, ListInput, Read
 from controlplane.api.cursors import after, make_page
 from controlplane.api.fields import Instant, Ref
 from controlplane.api.groups.capacity_structs import Capacity, capacity_fields
+from controlplane.api.groups.node_structs import RevokeReason
 from controlplane.db import fleet, rollups
 from controlplane.db.time import load_now
 from controlplane.model.states import Connectivity, ProvisionState
@@ -32,9 +33,7 @@ class BoardNode(msgspec.Struct, frozen=True, kw_only=True):
     connectivity_at: Annotated[Instant, msgspec.Meta(description="Since when.")]
     cordoned: bool
     draining: bool
-    revoke_reason: Annotated[
-        str | None, msgspec.Meta(description="Why its certificates were ended; null unless they were (`nodes/revoke`).")
-    ]
+    revoke_reason: RevokeReason
     gpus: int
     gpus_held: int
     gpus_unhealthy: int

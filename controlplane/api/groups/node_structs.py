@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 NO_PARTS: Mapping[str, rollups.Amount] = {}
 
+RevokeReason = Annotated[
+    str | None, msgspec.Meta(description="Why its certificates were ended; null unless they were (`nodes/revoke`).")
+]
+
 
 class NodeCondition(msgspec.Struct, frozen=True, kw_only=True):
     """A finding about a node, or about the GPU in one of its slots; `slot` is null for the node itself."""
@@ -66,9 +70,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     spec_generation: Annotated[int, msgspec.Meta(description="The newest desired state that was written.")]
     observed_generation: Annotated[int, msgspec.Meta(description="The newest that the node has acted on.")]
     authorized: Annotated[bool, msgspec.Meta(description="Whether its certificate may still be used.")]
-    revoke_reason: Annotated[
-        str | None, msgspec.Meta(description="Why its certificates were ended; null unless they were (`nodes/revoke`).")
-    ]
+    revoke_reason: RevokeReason
     certificate_not_after: Instant | None
     conditions: list[NodeCondition]
     labels: dict[str, str]
