@@ -23,13 +23,10 @@ STOP_S = 10.0
 _OFTEN_ANALYZED = "select analyze_count > 1 from pg_stat_user_tables where relname = 'worker'"
 
 
-@pytest.mark.parametrize(
-    "stage", ["Starting PostgreSQL", "PostgreSQL", "Schema", "API listening", "Profile", "Nodes joining: 0"]
-)
-def test_ctrl_c_at_any_stage_is_a_clean_stop(tmp_path: Path, stage: str) -> None:
-    environment = dict(os.environ, HOME=str(tmp_path), BCCTL_CONFIG=str(tmp_path / "bcctl.toml"), PYTHONUNBUFFERED="1")
-    process = subprocess.Popen(
-        [BIN / "bcctl", "dev", "--memory", "--sim", "1", "--port", "0"],
+def start_dev(home: Path, *options: str | Path) -> subprocess.Popen[str]:
+    environment = dict(os.environ, HOME=str(home), BCCTL_CONFIG=str(home / "bcctl.toml"), PYTHONUNBUFFERED="1")
+    return subprocess.Popen(
+        [BIN / "bcctl", "dev", "--port", "0", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -37,6 +34,13 @@ def test_ctrl_c_at_any_stage_is_a_clean_stop(tmp_path: Path, stage: str) -> None
         text=True,
         start_new_session=True,
     )
+
+
+@pytest.mark.parametrize(
+    "stage", ["Starting PostgreSQL", "PostgreSQL", "Schema", "API listening", "Profile", "Nodes joining: 0"]
+)
+def test_ctrl_c_at_any_stage_is_a_clean_stop(tmp_path: Path, stage: str) -> None:
+    process = start_dev(tmp_path, "--memory", "--sim", "1")
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -54,15 +58,7 @@ def test_ctrl_c_at_any_stage_is_a_clean_stop(tmp_path: Path, stage: str) -> None
 
 def test_the_planner_knows_the_tables(tmp_path: Path, place: Path) -> None:
     """After the migrations each of them, and then what changes: the workers' heartbeats do."""
-    environment = dict(os.environ, HOME=str(tmp_path), BCCTL_CONFIG=str(tmp_path / "bcctl.toml"), PYTHONUNBUFFERED="1")
-    process = subprocess.Popen(
-        [BIN / "bcctl", "dev", "--data-dir", place / "dev", "--sim", "0", "--port", "0", "--analyze-every", "1"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_dev(tmp_path, "--data-dir", place / "dev", "--sim", "0", "--analyze-every", "1")
     assert process.stdout is not None
     try:
         for line in process.stdout:

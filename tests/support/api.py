@@ -20,6 +20,7 @@ from controlplane.db.pool import DatabaseConfig, open_database
 from controlplane.iam.bootstrap import ensure_root
 from controlplane.iam.embedded import EmbeddedIam
 from controlplane.iam.gate import Gate
+from controlplane.reconcilers.placement import placement_reconciler
 from shared.clocks import SystemClock
 from shared.ids import IdSource
 from shared.metrics import Metrics
@@ -184,3 +185,9 @@ async def open_api(
             transport = httpx2.ASGITransport(app=cast("Any", app))
             async with httpx2.AsyncClient(transport=transport, base_url="http://api") as client:
                 yield Api(app, context, hub, health, rings, client, root.key)
+
+
+async def run_pass(api: Api, pool: str = "1") -> None:
+    """Look at everybody who waits for a pool, named by its number, as the scheduler does."""
+    reconciler = placement_reconciler(api.context.db, api.context.tools, worker_id="one", max_batch=100)
+    await reconciler.reconcile(pool)

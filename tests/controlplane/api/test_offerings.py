@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from controlplane.reconcilers.placement import placement_reconciler
-from tests.support.api import open_api
+from tests.support.api import open_api, run_pass
 from tests.support.ledgers import insert_node
 
 if TYPE_CHECKING:
@@ -64,9 +63,8 @@ async def reserve(api: Api, **asked: Any) -> dict[str, Any]:
     """What a reservation is once its pool's scheduler has looked at it, if that is who places it."""
     made = await api.ok("reservations/create", **asked, **HOUR)
     if api.context.placer == "pool-lease":
-        reconciler = placement_reconciler(api.context.db, api.context.tools, worker_id="one", max_batch=100)
         for pool in ("1", "3"):
-            await reconciler.reconcile(pool)
+            await run_pass(api, pool)
     return await api.ok("reservations/get", id=made["id"])
 
 

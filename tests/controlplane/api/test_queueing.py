@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from controlplane.reconcilers.placement import placement_reconciler
-from tests.support.api import Api, Reply, open_api
+from tests.support.api import Api, Reply, open_api, run_pass
 from tests.support.ledgers import FROZEN_TIME, insert_node
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ async def open_busy(dsn: Dsn) -> AsyncGenerator[Api]:
 
 async def reserve(api: Api, gpus: int, **asked: Any) -> Reply:
     return await api.call("reservations/create", pool="h100", gpus=gpus, **asked)
-
-
-async def run_pass(api: Api) -> None:
-    reconciler = placement_reconciler(api.context.db, api.context.tools, worker_id="one", max_batch=100)
-    await reconciler.reconcile("1")
 
 
 async def test_who_waits_is_told_when_it_could_start(dsn: Dsn) -> None:

@@ -13,8 +13,7 @@ import trio
 from controlplane.api.zones import UnknownZone, load_zone, zone_names
 from controlplane.capacity.series import EXPLAINED_MAX
 from controlplane.model.recurrence import OCCURRENCES_MAX
-from controlplane.reconcilers.placement import placement_reconciler
-from tests.support.api import open_api
+from tests.support.api import open_api, run_pass
 from tests.support.ledgers import FROZEN_TIME, OVERLAPPING_BOOKINGS, WRONG_QUOTAS, insert_node
 
 if TYPE_CHECKING:
@@ -209,11 +208,6 @@ async def test_two_series_at_once_for_the_same_gpus(dsn: Dsn) -> None:
         assert sorted(codes) == ["OK", "OK", "SOLD_OUT", "SOLD_OUT", "SOLD_OUT"]
         assert look(dsn, "select count(*) from booking") == [(10,)]
         assert_sound(dsn)
-
-
-async def run_pass(api: Api) -> None:
-    reconciler = placement_reconciler(api.context.db, api.context.tools, worker_id="one", max_batch=100)
-    await reconciler.reconcile("1")
 
 
 HOURS = 3600
